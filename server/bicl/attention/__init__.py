@@ -1,0 +1,1 @@
+"""Attention over pages: device memory, step metadata, backends."""

@@ -1,0 +1,1 @@
+"""Page bookkeeping: layout arithmetic, allocation, prefix index. CPU only, no kernels."""

@@ -1,0 +1,1 @@
+"""The doors: TGI overlay, transformers, embedded HTTP server."""

@@ -1,0 +1,1 @@
+"""The embedded server: TGI's wire format on our core."""

@@ -1,0 +1,149 @@
+"""What passes between the HTTP routes and the engine: plain frozen data, no wire format.
+
+Routes validate and tokenise; the engine trusts what stands here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = [
+    "FinishReason",
+    "GenerationParams",
+    "GenerationRequest",
+    "Grammar",
+    "GrammarKind",
+    "PrefillToken",
+    "RequestDone",
+    "RequestFailed",
+    "RequestEvent",
+    "Token",
+    "TokenEvent",
+    "Usage",
+]
+
+
+class FinishReason(str, Enum):
+    """TGI's finish reasons."""
+
+    LENGTH = "length"
+    EOS_TOKEN = "eos_token"
+    STOP_SEQUENCE = "stop_sequence"
+
+
+class GrammarKind(str, Enum):
+    JSON = "json"
+    REGEX = "regex"
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Constrains the output. ``value``: a JSON schema as text, or a regular expression."""
+
+    kind: GrammarKind
+    value: str
+
+
+@dataclass(frozen=True)
+class GenerationParams:
+    """Sampling and stopping, after validation. Neutral values switch a rule off.
+
+    ``seed`` is always set (drawn by the route when the client gave none), so that a preempted
+    request repeats its draws. ``best_of`` is the route's affair: it submits several requests.
+    """
+
+    max_new_tokens: int
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    watermark: bool = False
+    grammar: Grammar | None = None
+    top_n_tokens: int = 0
+    decoder_input_details: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to continue.
+
+    Attributes:
+        id: unique among live requests.
+        prompt_ids: token ids, already truncated; at least one.
+        params: see :class:`GenerationParams`.
+        salt: tenant salt; prefixes are shared only within one salt.
+        adapter_id: adapter whose keys and values these are; part of the prefix key.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: GenerationParams
+    salt: str = ""
+    adapter_id: str = ""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A generated token. ``text`` is what it adds to the output (may be empty while a
+    multi-byte character or a possible stop string is incomplete)."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
+@dataclass(frozen=True)
+class PrefillToken:
+    """A prompt token with its log-probability; ``None`` for the first."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One generated token. ``top_tokens`` has ``top_n_tokens`` entries, best first."""
+
+    token: Token
+    top_tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Where one request's time and tokens went. Times in seconds."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    queue_time: float
+    inference_time: float
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class RequestDone:
+    """Last event of a request that ended well."""
+
+    finish_reason: FinishReason
+    generated_text: str
+    usage: Usage
+    prefill: tuple[PrefillToken, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class RequestFailed:
+    """Last event of a request that did not end well. ``error`` tells the route which status fits."""
+
+    error: Exception
+
+
+RequestEvent = TokenEvent | RequestDone | RequestFailed

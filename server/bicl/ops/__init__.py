@@ -1,0 +1,1 @@
+"""One thin function an operator, for each backend."""
