@@ -3,9 +3,9 @@
 ::
 
     BiclError
-    ├── ConfigError            a flag, environment value or model shape that cannot work; raised at start
+    ├── ConfigError            a flag, environment value or model shape that cannot work; at start
     │   ├── LayoutError        page size, tile, head_dim or dtype that the layout does not allow
-    │   └── BackendError       the chosen backend is missing, failed to load or does not fit the machine
+    │   └── BackendError       the chosen backend is missing, did not load or does not fit
     ├── InvalidInputError      a call's or a request's arguments are wrong; nothing was changed
     │   └── UnsupportedError   a documented feature of the interface that this build does not have
     ├── CapacityError          a request that can never fit, however long it waits

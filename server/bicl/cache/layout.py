@@ -134,7 +134,7 @@ class PageLayout:
 
     @property
     def padding_waste(self) -> float:
-        """Share of the pool's bytes that only pads head_dim: 0.0 when it is a multiple of the tile."""
+        """Share of the pool's bytes that only pads head_dim; 0.0 if the tile divides it."""
         return 1.0 - self.head_dim / self.padded_head_dim
 
     @property

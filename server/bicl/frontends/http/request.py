@@ -6,7 +6,7 @@ Routes validate and tokenise; the engine trusts what stands here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 __all__ = [
     "FinishReason",
@@ -16,15 +16,15 @@ __all__ = [
     "GrammarKind",
     "PrefillToken",
     "RequestDone",
-    "RequestFailed",
     "RequestEvent",
+    "RequestFailed",
     "Token",
     "TokenEvent",
     "Usage",
 ]
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """TGI's finish reasons."""
 
     LENGTH = "length"
@@ -32,7 +32,7 @@ class FinishReason(str, Enum):
     STOP_SEQUENCE = "stop_sequence"
 
 
-class GrammarKind(str, Enum):
+class GrammarKind(StrEnum):
     JSON = "json"
     REGEX = "regex"
 
@@ -141,7 +141,7 @@ class RequestDone:
 
 @dataclass(frozen=True)
 class RequestFailed:
-    """Last event of a request that did not end well. ``error`` tells the route which status fits."""
+    """Last event of a request that ended badly. ``error`` tells the route which status fits."""
 
     error: Exception
 
