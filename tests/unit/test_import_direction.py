@@ -1,0 +1,79 @@
+"""Dependencies point one way: frontends -> attention -> ops, with the cache open to all three."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "server" / "bicl"
+
+OPEN_TO_ALL = {"bicl", "bicl.errors", "bicl.config"}
+ALLOWED = {
+    "cache": {"cache"},
+    "ops": {"ops", "cache"},
+    "attention": {"attention", "ops", "cache"},
+    "flash_attn_interface": {"attention", "ops", "cache"},
+}
+FORBIDDEN_BELOW_FRONTENDS = {
+    "transformers",
+    "text_generation_server",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "prometheus_client",
+}
+
+
+def imported_modules(path: Path) -> set[str]:
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: use absolute imports"
+            modules.add(node.module)
+    return modules
+
+
+def files_of(part: str) -> list[Path]:
+    folder = PACKAGE / part
+    return (
+        sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    )
+
+
+@pytest.mark.parametrize("part", sorted(ALLOWED))
+def test_core_imports_only_what_lies_below_it(part: str) -> None:
+    for path in files_of(part):
+        for module in imported_modules(path):
+            if not module.startswith("bicl") or module in OPEN_TO_ALL:
+                continue
+            assert module.split(".")[1] in ALLOWED[part], f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("part", sorted(ALLOWED))
+def test_core_knows_no_frontend_library(part: str) -> None:
+    for path in files_of(part):
+        roots = {module.split(".")[0] for module in imported_modules(path)}
+        assert not roots & FORBIDDEN_BELOW_FRONTENDS, f"{path} imports {roots}"
+
+
+def test_prometheus_has_one_importer() -> None:
+    importers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if any(m.split(".")[0] == "prometheus_client" for m in imported_modules(path))
+    }
+    assert importers <= {"metrics.py"}
+
+
+def test_environment_is_read_in_one_place() -> None:
+    """The launcher shim and the TGI hook also read it: there the environment is the interface."""
+    readers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if "environ" in path.read_text() or "getenv" in path.read_text()
+    }
+    outside = {r for r in readers if not r.startswith(("launcher", "frontends/tgi"))}
+    assert outside <= {"config.py"}
