@@ -1,0 +1,166 @@
+"""What the engine is told at start, what it reports while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+
+from bicl.errors import ConfigError
+
+__all__ = [
+    "EngineConfig",
+    "EngineObserver",
+    "EngineStats",
+    "Outcome",
+    "StepKind",
+    "StepRecord",
+]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits and sizes of one engine.
+
+    Attributes:
+        max_total_tokens: prompt plus new tokens of one request.
+        max_batch_prefill_tokens: prompt tokens computed in one step.
+        max_batch_size: requests that run at once.
+        max_waiting: requests that may wait; one more gets :class:`~bicl.errors.OverloadedError`.
+        page_size: tokens a page (64 or 32).
+        num_pages: pages of the pool. ``None``: as many as ``cache_memory_bytes`` holds.
+        cache_memory_bytes: bytes for the pool. ``None``: enough for ``max_batch_size`` requests
+            of ``max_total_tokens``, but no more than 40 % of the free memory.
+        kv_dtype: stored dtype; ``None`` is the model's.
+        prefix_caching: reuse pages between requests.
+        cuda_graphs: replay decode steps as CUDA graphs; ignored off CUDA.
+        num_threads: torch's intra-op threads for the engine; ``None`` leaves torch's choice.
+
+    Raises:
+        ConfigError: a limit is not positive.
+    """
+
+    max_total_tokens: int = 2048
+    max_batch_prefill_tokens: int = 2048
+    max_batch_size: int = 32
+    max_waiting: int = 128
+    page_size: int = 64
+    num_pages: int | None = None
+    cache_memory_bytes: int | None = None
+    kv_dtype: torch.dtype | None = None
+    prefix_caching: bool = True
+    cuda_graphs: bool = True
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_total_tokens",
+            "max_batch_prefill_tokens",
+            "max_batch_size",
+            "max_waiting",
+            "num_pages",
+            "cache_memory_bytes",
+            "num_threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+
+
+class Outcome(StrEnum):
+    """How a request left the engine."""
+
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class StepKind(StrEnum):
+    """TGI's two methods. A step that computes any prompt token counts as prefill."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of the loop. Times in seconds.
+
+    Attributes:
+        kind: prefill if any row computed prompt tokens.
+        num_rows: requests in the step.
+        num_tokens: tokens computed.
+        forward_time: the model, from input tensors to logits (TGI: forward_duration).
+        sample_time: sampling, stopping and detokenising (TGI: decode_duration).
+        total_time: the whole step (TGI: inference_duration).
+    """
+
+    kind: StepKind
+    num_rows: int
+    num_tokens: int
+    forward_time: float
+    sample_time: float
+    total_time: float
+
+
+class EngineObserver(Protocol):
+    """Told what happens, on the engine's thread: must return at once and never raise."""
+
+    def on_admitted(self, queue_time: float, batch_size: int) -> None:
+        """A request left the queue after ``queue_time`` seconds; ``batch_size`` now run."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step ended."""
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """A request left the engine."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A consistent snapshot. Counters only grow; the others are gauges.
+
+    Attributes:
+        queue_size: requests waiting.
+        batch_size: requests running.
+        batch_current_max_tokens: tokens the running requests may grow to.
+        pages_total, pages_free, pages_cached, pages_in_use: the pool; cached pages are in the
+            index and in nobody's use, so that they can be evicted.
+        queried_tokens, hit_tokens: prompt tokens looked up and found in the prefix index, by
+            first admissions only (a preempted request's return counts as neither).
+        evicted_pages: cached pages given up for new ones.
+        preemptions: times a running request was put back into the queue.
+        steps, prefill_steps, decode_steps: forward steps; their seconds in the ``_time`` fields.
+        finished, aborted, failed: requests by outcome.
+        prefilled_tokens, generated_tokens: tokens computed and emitted.
+        graph_misses: decode steps that a CUDA graph could have taken but none was captured for.
+        draining: new requests are refused.
+        healthy: the loop runs.
+    """
+
+    queue_size: int = 0
+    batch_size: int = 0
+    batch_current_max_tokens: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_in_use: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    prefill_time: float = 0.0
+    decode_time: float = 0.0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    graph_misses: int = 0
+    draining: bool = False
+    healthy: bool = True
