@@ -1,0 +1,373 @@
+"""Radix tree over whole pages: match, lock, insert, evict.
+
+A node is a run of pages without a branch. Its ids lie in one buffer, so a long prefix costs one
+``memcmp``; a branch costs one binary search among the siblings' first pages, which are kept
+sorted. Between sorted neighbours the longest common prefix of anything looked up is found too,
+so the best page to copy from needs no further search. No hash takes part in a lookup.
+
+A *partial leaf* holds one page that is not full. Nothing follows it; it serves only as the source
+of a copy.
+
+A lock on a node stands for its whole path: ``refs`` counts the locks on a node and below it.
+Unlocked nodes wait in one queue in the order of their last use. A path is queued leaf first, so a
+node's descendants always stand before it and the head of the queue is a leaf.
+
+The tree handles page ids; the caller owns the reference counts behind them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from bicl.cache.keys import ID_BYTES, HashFunction, Namespace, chain_key, sha256
+
+__all__ = ["Evicted", "Inserted", "Match", "Node", "PartialPage", "RadixIndex"]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of pages. Roots have none and carry their namespace instead.
+
+    Attributes:
+        ids: packed token ids; ``len(pages)`` whole pages, or less than one in a partial leaf.
+        pages: page ids.
+        keys: chain key of each page; for a root, its namespace's key alone.
+        parent: None for a root.
+        child_ids: ids of each child's first page, sorted; ``children`` in the same order.
+        refs: locks on this node and its descendants.
+        last_used: when the last lock was taken off, in the caller's seconds.
+    """
+
+    ids: bytearray
+    pages: list[int]
+    keys: list[bytes]
+    parent: Node | None
+    namespace: Namespace | None = None
+    child_ids: list[bytes] = field(default_factory=list)
+    children: list[Node] = field(default_factory=list)
+    refs: int = 0
+    last_used: float = 0.0
+
+    def path(self) -> Iterator[Node]:
+        """This node and its ancestors, the root last."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def subtree(self) -> Iterator[Node]:
+        """This node and its descendants, parents first."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children)
+
+
+class PartialPage(NamedTuple):
+    """A page whose first ``num_tokens`` tokens match and whose others do not."""
+
+    node: Node
+    page: int
+    num_tokens: int
+
+
+class Match(NamedTuple):
+    """How far token ids follow the tree.
+
+    Attributes:
+        node: deepest node reached.
+        num_node_pages: how many of its pages match, from the first.
+        pages: all whole pages that match, in order.
+        partial: the best page to copy the next tokens from.
+    """
+
+    node: Node
+    num_node_pages: int
+    pages: list[int]
+    partial: PartialPage | None
+
+
+class Inserted(NamedTuple):
+    """Result of an insertion.
+
+    Attributes:
+        node: where the inserted chain ends.
+        num_present: pages, from the first, that the tree held already; it did not take these.
+        dropped: pages that left the tree because a longer one now covers them.
+    """
+
+    node: Node
+    num_present: int
+    dropped: list[int]
+
+
+class Evicted(NamedTuple):
+    """Pages that left the tree together, and when they were last used."""
+
+    pages: list[int]
+    last_used: float
+
+
+def common_tokens(left: bytes | bytearray, right: bytes | bytearray, offset: int = 0) -> int:
+    """Length of the common prefix of ``left`` and ``right[offset:]`` in tokens."""
+    count = min(len(left), len(right) - offset) // ID_BYTES
+    if count <= 0:
+        return 0
+    differ = np.frombuffer(left, np.int64, count) != np.frombuffer(right, np.int64, count, offset)
+    first = int(differ.argmax())
+    return first if differ[first] else count
+
+
+class RadixIndex:
+    """Prefixes of one pool, one tree a namespace.
+
+    Args:
+        page_size: tokens a page.
+        root_key: key of a namespace's root.
+        hash_function: names the pages; lookups do not depend on it.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        root_key: Callable[[Namespace], bytes],
+        hash_function: HashFunction = sha256,
+    ) -> None:
+        self.page_bytes = page_size * ID_BYTES
+        self.roots: dict[Namespace, Node] = {}
+        self.unlocked: OrderedDict[Node, None] = OrderedDict()
+        self.num_pages = 0
+        self.num_locked_pages = 0
+        self._root_key = root_key
+        self._hash = hash_function
+
+    @property
+    def num_evictable_pages(self) -> int:
+        return self.num_pages - self.num_locked_pages
+
+    # --- match -------------------------------------------------------------------------------
+    def match(self, namespace: Namespace, ids: bytes, max_tokens: int) -> Match | None:
+        """Longest prefix of at most ``max_tokens`` tokens. Changes nothing; None if no token."""
+        root = self.roots.get(namespace)
+        if root is None:
+            return None
+        found = self._descend(root, ids, max_tokens * ID_BYTES)
+        return found if found.pages or found.partial else None
+
+    def _descend(self, node: Node, ids: bytes | bytearray, limit: int) -> Match:
+        """Follow ``ids[:limit]`` down from the end of ``node``."""
+        page_bytes, position = self.page_bytes, 0
+        pages: list[int] = []
+        while position + page_bytes <= limit:
+            first_page = bytes(ids[position : position + page_bytes])
+            at = bisect_left(node.child_ids, first_page)
+            if at == len(node.child_ids) or node.child_ids[at] != first_page:
+                break
+            node = node.children[at]
+            if position + len(node.ids) <= limit and ids.startswith(node.ids, position):
+                pages += node.pages
+                position += len(node.ids)
+                continue
+            matching = common_tokens(node.ids, ids, position) * ID_BYTES
+            return self._match_inside(node, min(matching, limit - position), pages)
+        partial = self._best_child(node, bytes(ids[position : min(limit, position + page_bytes)]))
+        return Match(node, len(node.pages), pages, partial)
+
+    def _match_inside(self, node: Node, matching_bytes: int, pages: list[int]) -> Match:
+        """The ids part from ``node`` after ``matching_bytes``: at a page's edge or within one."""
+        whole, rest = divmod(matching_bytes, self.page_bytes)
+        pages += node.pages[:whole]
+        partial = PartialPage(node, node.pages[whole], rest // ID_BYTES) if rest else None
+        return Match(node, whole, pages, partial)
+
+    @staticmethod
+    def _best_child(node: Node, ids: bytes) -> PartialPage | None:
+        """The child whose first page shares most tokens with ``ids``: one of two neighbours."""
+        at = bisect_left(node.child_ids, ids)
+        best: PartialPage | None = None
+        for neighbour in range(max(at - 1, 0), min(at + 1, len(node.children))):
+            num_tokens = common_tokens(node.child_ids[neighbour], ids)
+            if num_tokens > (best.num_tokens if best else 0):
+                child = node.children[neighbour]
+                best = PartialPage(child, child.pages[0], num_tokens)
+        return best
+
+    # --- lock --------------------------------------------------------------------------------
+    def lock_match(self, match: Match) -> Node:
+        """Lock exactly the whole pages that match. Returns the node to unlock later."""
+        node = self._cut(match)
+        self.lock(node)
+        return node
+
+    def lock_root(self, namespace: Namespace) -> Node:
+        """Lock a namespace's root, made on first use."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = Node(bytearray(), [], [self._root_key(namespace)], None, namespace)
+            self.roots[namespace] = root
+        self.lock(root)
+        return root
+
+    def lock(self, node: Node, below: Node | None = None) -> None:
+        """Protect ``node``'s path, down from (and without) the ancestor ``below``."""
+        for member in node.path():
+            if member is below:
+                return
+            if member.refs == 0 and member.parent is not None:
+                del self.unlocked[member]
+                self.num_locked_pages += len(member.pages)
+            member.refs += 1
+
+    def unlock(self, node: Node, now: float) -> None:
+        """Take one lock off ``node``'s path."""
+        for member in node.path():
+            member.refs -= 1
+            if member.refs == 0 and member.parent is not None:
+                member.last_used = now
+                self.unlocked[member] = None
+                self.num_locked_pages -= len(member.pages)
+        self._drop_if_bare(member)
+
+    def _cut(self, match: Match) -> Node:
+        """A node that ends where the match ends; splits the one the match ends inside of.
+
+        The lower half stays the same object, so that locks on it stay valid. The upper half is
+        queued out of order; the caller locks it next.
+        """
+        node, count = match.node, match.num_node_pages
+        parent = node.parent
+        if count == len(node.pages) or parent is None:
+            return node
+        edge = count * self.page_bytes
+        upper = Node(node.ids[:edge], node.pages[:count], node.keys[:count], parent)
+        upper.refs, upper.last_used = node.refs, node.last_used
+        parent.children[self._place(parent, node)] = upper
+        del node.ids[:edge], node.pages[:count], node.keys[:count]
+        node.parent = upper
+        upper.children, upper.child_ids = [node], [self._first_page(node)]
+        if upper.refs == 0:
+            self.unlocked[upper] = None
+        return upper
+
+    # --- insert ------------------------------------------------------------------------------
+    def insert(self, node: Node, ids: bytes | bytearray, pages: list[int]) -> Inserted:
+        """Append whole pages after ``node``, on which the caller has a lock.
+
+        The lock moves to the end of the chain. Pages whose ids the tree holds already are not
+        taken: there the chain runs through the tree's own pages.
+        """
+        found = self._descend(node, ids, len(ids))
+        end, present = self._cut(found), len(found.pages)
+        dropped: list[int] = []
+        if present < len(pages):
+            new_ids, new_pages = bytearray(ids[present * self.page_bytes :]), pages[present:]
+            keys = self._chain(end.keys[-1], new_ids)
+            if end is node and self._may_grow(node):
+                node.ids += new_ids
+                node.pages += new_pages
+                node.keys += keys
+                self.num_locked_pages += len(new_pages)
+                self.num_pages += len(new_pages)
+            else:
+                child = Node(new_ids, new_pages, keys, end)
+                dropped = self._attach(child, end)
+                end = child
+        self.lock(end, below=node)
+        return Inserted(end, present, dropped)
+
+    def insert_partial(self, node: Node, ids: bytes, page: int, now: float) -> Inserted | None:
+        """Hang a page that is not full under ``node``, unlocked. None if nothing is gained."""
+        best = self._best_child(node, ids)
+        if best is not None and best.num_tokens * ID_BYTES == len(ids):
+            return None
+        leaf = Node(bytearray(ids), [page], self._chain(node.keys[-1], ids), node, last_used=now)
+        return Inserted(leaf, 0, self._attach(leaf, node))
+
+    @staticmethod
+    def _may_grow(node: Node) -> bool:
+        """Whether ``node`` can take more pages itself: no root, no branch, one lock only.
+
+        A second holder would otherwise protect pages that it does not use.
+        """
+        return node.parent is not None and not node.children and node.refs == 1
+
+    def _attach(self, child: Node, parent: Node) -> list[int]:
+        """Hang ``child`` under ``parent`` and drop the partial leaves that it covers."""
+        first_page = self._first_page(child)
+        dropped: list[int] = []
+        at = bisect_left(parent.child_ids, first_page)
+        while at > 0 and first_page.startswith(parent.child_ids[at - 1]):
+            covered = parent.children[at - 1]
+            if covered.refs:
+                break
+            dropped += covered.pages
+            self._remove(covered)
+            at -= 1
+        parent.child_ids.insert(at, first_page)
+        parent.children.insert(at, child)
+        self.unlocked[child] = None
+        self.num_pages += len(child.pages)
+        return dropped
+
+    def _chain(self, key: bytes, ids: bytes | bytearray) -> list[bytes]:
+        """Keys of the pages that hold ``ids``, after the page called ``key``."""
+        keys = []
+        for start in range(0, len(ids), self.page_bytes):
+            key = chain_key(key, bytes(ids[start : start + self.page_bytes]), self._hash)
+            keys.append(key)
+        return keys
+
+    # --- evict -------------------------------------------------------------------------------
+    def evict(self, num_pages: int) -> list[Evicted]:
+        """Take up to ``num_pages`` pages out, least recently used first, ends of chains first."""
+        evicted = []
+        while num_pages > 0 and self.unlocked:
+            node = next(iter(self.unlocked))
+            count = min(num_pages, len(node.pages))
+            evicted.append(Evicted(node.pages[-count:], node.last_used))
+            if count == len(node.pages):
+                self._remove(node)
+            else:
+                del node.pages[-count:], node.keys[-count:], node.ids[-count * self.page_bytes :]
+                self.num_pages -= count
+            num_pages -= count
+        return evicted
+
+    def clear(self, namespace: Namespace) -> list[int]:
+        """Forget a namespace, locked or not. Locks on it are void. Returns its pages."""
+        pages: list[int] = []
+        for node in self.roots.pop(namespace).subtree():
+            pages += node.pages
+            if node.refs:
+                self.num_locked_pages -= len(node.pages)
+            else:
+                self.unlocked.pop(node, None)  # a bare root is not queued
+        self.num_pages -= len(pages)
+        return pages
+
+    def _remove(self, leaf: Node) -> None:
+        """Take an unlocked leaf out."""
+        parent = leaf.parent
+        assert parent is not None
+        at = self._place(parent, leaf)
+        del parent.child_ids[at], parent.children[at], self.unlocked[leaf]
+        self.num_pages -= len(leaf.pages)
+        self._drop_if_bare(parent)
+
+    def _drop_if_bare(self, node: Node) -> None:
+        """Forget a root without pages and locks, so that namespaces do not pile up."""
+        if node.namespace is not None and not node.children and node.refs == 0:
+            del self.roots[node.namespace]
+
+    def _first_page(self, node: Node) -> bytes:
+        return bytes(node.ids[: self.page_bytes])
+
+    def _place(self, parent: Node, child: Node) -> int:
+        return bisect_left(parent.child_ids, self._first_page(child))

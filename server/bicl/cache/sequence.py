@@ -1,0 +1,81 @@
+"""A sequence's pages: what the manager hands out and takes back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bicl.cache.keys import Namespace
+from bicl.cache.radix import Node
+
+__all__ = ["PageCopy", "SequencePages"]
+
+
+class PageCopy(NamedTuple):
+    """A page to copy, in all layers, before the sequence's first forward step.
+
+    The whole page may be copied; only its first ``num_tokens`` tokens are of use.
+    """
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+class SequencePages:
+    """Pages of one live sequence. Read-only outside the manager; ends with ``release``.
+
+    Token ``i`` lies in page ``page_ids[i // page_size]`` at offset ``i % page_size``. Ids are only
+    ever appended to ``page_ids``; those handed out never change.
+
+    Attributes:
+        page_ids: in order; room for ``capacity_tokens`` tokens.
+        num_cached_tokens: leading tokens that need not be computed, those in ``pending_copies``
+            included. Always less than the prompt's length.
+        num_committed_tokens: leading tokens whose K and V are there; starts at
+            ``num_cached_tokens`` and grows by ``commit``.
+        pending_copies: copies to issue before the first step, and then to confirm with
+            ``CacheManager.copies_issued``.
+    """
+
+    __slots__ = (
+        "_copy_node",
+        "_node",
+        "_num_indexed_pages",
+        "_page_size",
+        "_tail",
+        "namespace",
+        "num_cached_tokens",
+        "num_committed_tokens",
+        "page_ids",
+        "pending_copies",
+    )
+
+    def __init__(
+        self,
+        page_ids: list[int],
+        page_size: int,
+        namespace: Namespace,
+        copies: tuple[PageCopy, ...],
+        num_cached_tokens: int,
+    ) -> None:
+        self.page_ids = page_ids
+        self.namespace = namespace
+        self.pending_copies = copies
+        self.num_cached_tokens = num_cached_tokens
+        self.num_committed_tokens = num_cached_tokens
+        self._page_size = page_size
+        self._node: Node | None = None  # locked end of the indexed chain; None: not indexed
+        self._copy_node: Node | None = None  # locked until the copy is issued
+        self._num_indexed_pages = 0
+        self._tail = bytearray()  # packed ids committed after the indexed chain
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit into ``page_ids``."""
+        return len(self.page_ids) * self._page_size
+
+    def __repr__(self) -> str:
+        return (
+            f"SequencePages({len(self.page_ids)} pages, {self.num_committed_tokens} tokens "
+            f"committed, {self.num_cached_tokens} cached)"
+        )

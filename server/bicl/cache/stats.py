@@ -1,0 +1,68 @@
+"""What the cache did (counters) and what it holds (gauges), as plain integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CacheGauges", "CacheStats"]
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counters since start. They only grow; whoever publishes them computes rates.
+
+    Attributes:
+        queried_tokens: prompt tokens of admitted sequences that were looked up. A resumed
+            sequence and one that asked for no reuse are not counted.
+        hit_tokens: those among them that need not be computed.
+        copied_tokens: those among ``hit_tokens`` that came by copy of part of a page.
+        page_copies: pages copied for them.
+        allocated_pages: pages handed to sequences.
+        inserted_pages: pages that entered the index.
+        duplicate_pages: pages computed although the index held the same tokens already.
+        evicted_pages: pages that left the index to make room.
+        evicted_age_ms: sum over ``evicted_pages`` of the time since their last use.
+        flushed_pages: pages that a flush took out of the index.
+        refusals: times that a sequence found no room.
+    """
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    copied_tokens: int = 0
+    page_copies: int = 0
+    allocated_pages: int = 0
+    inserted_pages: int = 0
+    duplicate_pages: int = 0
+    evicted_pages: int = 0
+    evicted_age_ms: int = 0
+    flushed_pages: int = 0
+    refusals: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGauges:
+    """Where every page is at one moment; the five add up to the pool.
+
+    Attributes:
+        free_pages: hold nothing.
+        cached_pages: hold a prefix nobody uses now; the next allocation may evict them.
+        pinned_pages: hold a prefix that only a pin protects.
+        in_use_pages: held by a sequence, or shielded by one (a copy about to be made).
+        reserved_pages: never handed out.
+    """
+
+    free_pages: int
+    cached_pages: int
+    pinned_pages: int
+    in_use_pages: int
+    reserved_pages: int
+
+    @property
+    def total_pages(self) -> int:
+        return (
+            self.free_pages
+            + self.cached_pages
+            + self.pinned_pages
+            + self.in_use_pages
+            + self.reserved_pages
+        )
