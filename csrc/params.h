@@ -1,0 +1,101 @@
+// What the host tells the device: plain structs, one per operator.
+//
+// Strides are in elements unless the name says bytes. Pointers are device pointers; the shape stands
+// beside each. Nothing here knows tensors, torch or Python.
+#pragma once
+
+#include <cstdint>
+
+namespace bicl {
+
+enum class DType : int { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
+
+constexpr int element_bytes(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 1;
+}
+
+constexpr bool is_fp8(DType dtype) {
+  return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+}
+
+// One layer's pages: [num_pages][num_kv_heads][2 (K, V)][tiles][tile][tile].
+struct Pages {
+  void* data;
+  DType dtype;
+  int num_pages;
+  int num_kv_heads;
+  int page_size;        // P, tokens a page: 32 or 64
+  int tile;             // T, tile edge: 32 or 64, T <= P
+  int padded_head_dim;  // D, multiple of T
+  float k_scale;        // stored value * scale = original; 1 unless fp8
+  float v_scale;
+};
+
+// Cached sequences of one step.
+struct Sequences {
+  const int32_t* page_table;     // [batch][page_table_stride]; entries past ceil(len / P) are never read
+  const int32_t* cache_seqlens;  // [batch], tokens including those stored in this step
+  int64_t page_table_stride;
+  int batch;
+};
+
+struct StoreKvParams {
+  Pages pages;
+  const void* key;      // [num_tokens][num_kv_heads][head_dim], last dim contiguous
+  const void* value;    // same shape
+  const int64_t* slots; // [num_tokens]; negative: skip
+  int64_t key_token_stride, key_head_stride;
+  int64_t value_token_stride, value_head_stride;
+  DType input_dtype;
+  int num_tokens;
+  int head_dim;  // columns head_dim .. D are written as zeros
+  bool pdl;      // programmatic dependent launch
+};
+
+struct GatherParams {
+  Pages pages;
+  Sequences sequences;
+  const int64_t* offsets;  // [batch], first output row of each sequence
+  void* key;               // [sum(cache_seqlens)][num_kv_heads][head_dim], contiguous
+  void* value;             // same shape
+  DType output_dtype;
+  int head_dim;
+  int max_tokens;          // host upper bound of cache_seqlens
+};
+
+struct CopyPagesParams {
+  const int64_t* layers;      // [num_layers], device address of each layer's pages
+  const int64_t* page_bytes;  // [num_layers], multiples of 16
+  const int64_t* source;      // [num_pairs], page ids; disjoint from target
+  const int64_t* target;      // [num_pairs]
+  int num_layers;
+  int num_pairs;
+};
+
+struct DecodeParams {
+  Pages pages;
+  Sequences sequences;
+  const void* query;  // [batch][num_q_heads][head_dim], last dim contiguous
+  void* out;          // same shape and dtype
+  float* lse;         // [num_q_heads][batch] natural log, or null
+  int64_t query_token_stride, query_head_stride;
+  int64_t out_token_stride, out_head_stride;
+  DType query_dtype;
+  int num_q_heads;
+  int head_dim;
+  float scale;       // of the raw scores, without k_scale
+  float softcap;     // 0: off
+  int window_left;   // keys before the query's own that it sees; -1: all
+  void* workspace;   // float partials, see decode_workspace_bytes; contents do not matter
+  int32_t* counters; // [batch * kv heads * head blocks], zero between launches
+  int64_t workspace_bytes;
+  int num_counters;
+  int num_sms;
+  bool deterministic;  // cuts depend on a sequence's own length only
+  bool pdl;            // the kernel before this one may still be writing each sequence's newest token
+  bool force_sm80;     // tests: take the sm_80 path on any card
+  int force_cluster;   // benchmarks: cluster size (1: stream-K); 0: by rule
+  int force_grid;      // benchmarks: CTAs of stream-K; 0: by rule
+};
+
+}  // namespace bicl
