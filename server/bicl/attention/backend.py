@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol, cast
 
 import torch
 
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
+from bicl.errors import BackendError
 
-__all__ = ["AttentionBackend"]
+__all__ = ["BACKENDS", "AttentionBackend", "make_backend"]
+
+BACKENDS = {
+    "cpu": "bicl.attention.cpu:CpuBackend",
+    "cuda": "bicl.attention.cuda:CudaBackend",
+}
+"""Name (a torch device type) to ``module:class``; the module is imported when it is asked for."""
 
 
 class AttentionBackend(Protocol):
@@ -59,3 +68,25 @@ class AttentionBackend(Protocol):
         self, layers: list[LayerCache], source: torch.Tensor, target: torch.Tensor
     ) -> None:
         """Copy whole pages ``source[i] -> target[i]`` (int64 ``[n]``) in every layer."""
+
+
+def make_backend(device: str | torch.device) -> AttentionBackend:
+    """The backend for a device; call it once at start and pass the object on.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or a ``torch.device``.
+
+    Raises:
+        BackendError: no such backend, this build does not contain it, or (raised by the backend
+            itself) it does not fit this machine.
+    """
+    name = str(device).partition(":")[0]
+    if name not in BACKENDS:
+        raise BackendError(f"there is no attention backend {name!r}; use one of {list(BACKENDS)}")
+    module, _, attribute = BACKENDS[name].partition(":")
+    if find_spec(module) is None:
+        raise BackendError(
+            f"this build of bicl has no {name} backend ({module} is missing); "
+            "install a wheel built with it, or use device 'cpu'"
+        )
+    return cast(AttentionBackend, getattr(import_module(module), attribute)())
