@@ -111,10 +111,15 @@ class PrefillToken:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One generated token. ``top_tokens`` has ``top_n_tokens`` entries, best first."""
+    """One generated token. ``top_tokens`` has ``top_n_tokens`` entries, best first.
+
+    ``last``: :class:`RequestDone` follows. TGI's wire puts the final text into the last token's
+    event, so the route must know without waiting for another step.
+    """
 
     token: Token
     top_tokens: tuple[Token, ...] = ()
+    last: bool = False
 
 
 @dataclass(frozen=True)
