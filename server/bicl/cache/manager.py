@@ -117,6 +117,7 @@ class CacheManager:
     @property
     def available_pages(self) -> int:
         """Pages that could be handed out now: free ones and those that may be evicted."""
+        self._pins.expire()
         return self._allocator.num_free + self._index.num_evictable_pages
 
     def pages_for(self, num_tokens: int) -> int:
@@ -125,6 +126,7 @@ class CacheManager:
 
     def gauges(self) -> CacheGauges:
         """Where every page is now."""
+        self._pins.expire()
         references = self._allocator.references
         pinned = sum(references(page) == 1 for page in self._pins.pages())
         free, cached = self._allocator.num_free, self._index.num_evictable_pages
@@ -171,7 +173,7 @@ class CacheManager:
             None if there is no room now, even after evicting all that may be evicted.
 
         Raises:
-            CapacityError: ``token_ids`` can never fit.
+            CapacityError: ``token_ids`` can never fit, or not beside the pins without an expiry.
             InvalidInputError: no tokens, or not integers.
         """
         ids = pack_ids(token_ids)
@@ -179,10 +181,11 @@ class CacheManager:
         if length == 0:
             raise InvalidInputError("a sequence needs at least one token")
         self._refuse_oversize(length)
-        self._pins.expire()
         room = length if num_tokens is None else min(max(num_tokens, 1), length)
-        seq = self._lock_and_allocate(self._match(ids, namespace, reuse), namespace, room)
+        match = self._match(ids, namespace, reuse)
+        seq = self._lock_and_allocate(match, namespace, room)
         if seq is None:
+            self._refuse_pinned_out(length, match.pages if match else [])
             self.stats.refusals += 1
             return None
         matched_bytes = seq._num_indexed_pages * self.page_size * ID_BYTES
@@ -204,7 +207,7 @@ class CacheManager:
         """Make room for ``num_tokens`` tokens in all. False: no room now, nothing changed.
 
         Raises:
-            CapacityError: so many tokens can never fit.
+            CapacityError: so many tokens can never fit, or not beside the pins without an expiry.
             InvalidInputError: ``seq`` is not live here.
         """
         self._check_live(seq)
@@ -212,9 +215,9 @@ class CacheManager:
         if missing <= 0:
             return True
         self._refuse_oversize(num_tokens)
-        self._pins.expire()
         pages = self._allocate(missing)
         if pages is None:
+            self._refuse_pinned_out(num_tokens, seq.page_ids)
             self.stats.refusals += 1
             return False
         seq.page_ids += pages
@@ -433,6 +436,15 @@ class CacheManager:
                 f"{num_tokens} tokens need {self.pages_for(num_tokens)} pages of {self.page_size}; "
                 f"the cache has {self.usable_pages} ({self.max_tokens} tokens). "
                 "Shorten the request or give the cache more memory"
+            )
+
+    def _refuse_pinned_out(self, num_tokens: int, own_pages: list[int]) -> None:
+        """Raise if waiting cannot help, because pins that never expire hold what is missing."""
+        pinned = len(self._pins.pages(lasting=True).difference(own_pages))
+        if self.pages_for(num_tokens) > self.usable_pages - pinned:
+            raise CapacityError(
+                f"{num_tokens} tokens need {self.pages_for(num_tokens)} pages, but pins without an "
+                f"expiry hold {pinned} of {self.usable_pages}; unpin a prefix or shorten the request"
             )
 
     def _check_live(self, seq: SequencePages) -> None:
