@@ -1,0 +1,1 @@
+"""The cache as a device under FlashAttention's functions, which ``flash_attn_interface`` names."""
