@@ -443,8 +443,9 @@ class CacheManager:
         pinned = len(self._pins.pages(lasting=True).difference(own_pages))
         if self.pages_for(num_tokens) > self.usable_pages - pinned:
             raise CapacityError(
-                f"{num_tokens} tokens need {self.pages_for(num_tokens)} pages, but pins without an "
-                f"expiry hold {pinned} of {self.usable_pages}; unpin a prefix or shorten the request"
+                f"{num_tokens} tokens need {self.pages_for(num_tokens)} pages; pins without an "
+                f"expiry hold {pinned} of {self.usable_pages}; "
+                "unpin a prefix or shorten the request"
             )
 
     def _check_live(self, seq: SequencePages) -> None:

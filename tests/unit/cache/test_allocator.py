@@ -1,11 +1,12 @@
 """The page allocator, against a dictionary of counts."""
 
 import pytest
-from bicl.cache.allocator import PageAllocator
-from bicl.errors import ConfigError, IntegrityError
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from bicl.cache.allocator import PageAllocator
+from bicl.errors import ConfigError, IntegrityError
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -37,9 +38,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         held = sorted(self.counts)
-        pages = data.draw(
-            st.lists(st.sampled_from(held), unique=True) if held else st.just([])
-        )
+        pages = data.draw(st.lists(st.sampled_from(held), unique=True) if held else st.just([]))
         last = [page for page in pages if self.counts[page] == 1]
         assert self.pages.release(pages) == len(last)
         for page in pages:
@@ -65,9 +64,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+TestAllocator.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_reserved_pages_are_never_handed_out() -> None:
@@ -103,9 +100,7 @@ def test_same_page_twice_in_one_release_is_refused() -> None:
         pages.release(held * 2)
 
 
-@pytest.mark.parametrize(
-    ("num_pages", "reserved"), [(0, 0), (1, 1), (4, 5), (4, -1), (-1, 0)]
-)
+@pytest.mark.parametrize(("num_pages", "reserved"), [(0, 0), (1, 1), (4, 5), (4, -1), (-1, 0)])
 def test_pool_without_usable_pages_is_refused(num_pages: int, reserved: int) -> None:
     with pytest.raises(ConfigError, match="at least"):
         PageAllocator(num_pages, reserved)

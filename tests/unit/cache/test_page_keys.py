@@ -7,10 +7,11 @@ import sys
 
 import numpy as np
 import pytest
-from bicl.cache.keys import Namespace, chain_key, pack_ids, root_key
-from bicl.errors import InvalidInputError
 from hypothesis import given
 from hypothesis import strategies as st
+
+from bicl.cache.keys import Namespace, chain_key, pack_ids, root_key
+from bicl.errors import InvalidInputError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -61,23 +62,17 @@ def test_ids_that_agree_in_their_low_bits_have_different_keys(
     assert chain_key(root, pack_ids(ids)) != chain_key(root, pack_ids(other))
 
 
-def test_key_is_the_documented_sha256_chain() -> (
-    None
-):  # A15: cryptographic, and spelt out here
+def test_key_is_the_documented_sha256_chain() -> None:  # A15: cryptographic, and spelt out here
     header = b"bicl page chain 1"
     fields = [b"tenant", b"lora", b"r1"]
-    root = hashlib.sha256(
-        header + b"".join(struct.pack("<q", len(f)) + f for f in fields)
-    ).digest()
+    root = hashlib.sha256(header + b"".join(struct.pack("<q", len(f)) + f for f in fields)).digest()
     assert root_key(Namespace("tenant", "lora"), "r1") == root
     page = struct.pack("<3q", 7, 8, 9)
     assert chain_key(root, pack_ids([7, 8, 9])) == hashlib.sha256(root + page).digest()
 
 
 @given(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6), st.data())
-def test_no_two_namespaces_share_a_root(
-    salt: str, adapter: str, revision: str, data
-) -> None:
+def test_no_two_namespaces_share_a_root(salt: str, adapter: str, revision: str, data) -> None:
     """Moving a character from one field to its neighbour, or to other fields, must show."""
     joined = salt + adapter + revision
     cuts = sorted(data.draw(st.tuples(*[st.integers(0, len(joined))] * 2)))
@@ -98,9 +93,7 @@ def test_keys_are_equal_across_processes() -> None:  # A73
         "from bicl.cache.keys import *;"
         "print(chain_key(root_key(Namespace('a', 'b'), 'r'), pack_ids(list(range(64)))).hex())"
     )
-    here = chain_key(
-        root_key(Namespace("a", "b"), "r"), pack_ids(list(range(64)))
-    ).hex()
+    here = chain_key(root_key(Namespace("a", "b"), "r"), pack_ids(list(range(64)))).hex()
     for seed in ("1", "2"):
         there = subprocess.run(
             [sys.executable, "-c", program],
