@@ -7,7 +7,7 @@ MODEL ?= bundled
 PYTEST := $(BIN)/python -m pytest -c server/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-gpu check format lint typecheck doctor clean
+.PHONY: bench-kernels help install install-dev serve test test-gpu check format lint typecheck doctor clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ test: install-dev ## run all tests that this machine can run
 
 test-gpu: install-dev kernels ## run the kernel tests on this machine's GPU
 	$(PYTEST) tests/kernels $(ARGS)
+
+bench-kernels: install-dev kernels ## measure the kernels and installed peers on this machine's GPU
+	$(BIN)/python -m bench.kernels --out bench/results/kernels-h200.json $(ARGS)
 
 check: format lint typecheck ## what must pass before a commit, tests aside
 

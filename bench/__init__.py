@@ -1,0 +1,1 @@
+"""Benchmarks. Nothing in the package imports them."""

@@ -1,0 +1,1 @@
+"""Kernel benchmarks: ours, the peers and the floor, in one run."""

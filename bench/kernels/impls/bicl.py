@@ -1,0 +1,138 @@
+"""Our kernels, by the operators that the CUDA backend calls.
+
+``bicl`` is what a server runs. The others change one thing: ``-deterministic`` cuts every sequence
+at fixed keys, ``-pdl`` lets a launch overlap the end of the kernel before it, ``-fp8`` stores e4m3,
+``-sm80`` takes the path for cards before Hopper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+
+from bench.kernels.arena import PagedBatch
+from bench.kernels.impls import Contestant, Prepared, Registry
+from bench.kernels.shapes import HEAD_DIM
+from bicl.attention.pool import LayerCache
+from bicl.cache.layout import PageLayout
+from bicl.errors import BackendError
+from bicl.ops.cuda import library
+from bicl.ops.cuda.decode_attention import decode_attention
+from bicl.ops.cuda.store_kv import store_kv
+from bicl.ops.cuda.workspace import Workspace
+
+__all__ = ["NAME", "key_value", "register"]
+
+NAME = "bicl"
+_PAGE = 64
+_MAX_PAIRS = 256 * 64
+_SCALE = HEAD_DIM**-0.5
+_FP8 = torch.float8_e4m3fn
+
+
+def register(registry: Registry) -> None:
+    try:
+        library.module()
+    except BackendError as error:
+        raise ImportError(str(error)) from error
+    registry.decode += [
+        Contestant("bicl", partial(_decode, {})),
+        Contestant("bicl-deterministic", partial(_decode, {"deterministic": True})),
+        Contestant("bicl-pdl", partial(_decode, {"pdl": True})),
+        Contestant("bicl-fp8", partial(_decode, {}, dtype=_FP8), element_bytes=1),
+        Contestant("bicl-sm80", partial(_decode, {"force_sm80": True})),
+    ]
+    registry.layer += [
+        Contestant("bicl", partial(_layer, False)),
+        Contestant("bicl-pdl", partial(_layer, True)),
+    ]
+    registry.launch["bicl-decode"] = lambda batch: _decode({}, batch).calls[0]
+    registry.launch["bicl-store"] = _store_call
+    registry.store = store_kv
+    registry.missing["token-major"] = (
+        "the kernels read BICL pages only; the layout's share was measured with the prototype"
+    )
+
+
+@cache
+def _workspace(device: torch.device, deterministic: bool) -> Workspace:
+    return Workspace(device, HEAD_DIM, 8, _MAX_PAIRS, deterministic=deterministic)
+
+
+def _pages(batch: PagedBatch, dtype: torch.dtype) -> LayerCache:
+    layout = PageLayout(batch.heads.kv, HEAD_DIM, dtype)
+    return batch.arena.tiles(layout, batch.num_pages(_PAGE))
+
+
+def _decode(
+    flags: dict[str, bool],
+    batch: PagedBatch,
+    dtype: torch.dtype = torch.bfloat16,
+    tables: list[torch.Tensor] | None = None,
+) -> Prepared:
+    layer = _pages(batch, dtype)
+    tables = batch.page_tables(_PAGE) if tables is None else tables
+    out = torch.empty_like(batch.query)
+    workspace = _workspace(batch.arena.device, flags.get("deterministic", False))
+
+    def call(table: torch.Tensor) -> torch.Tensor:
+        decode_attention(
+            batch.query,
+            layer,
+            table,
+            batch.cache_seqlens,
+            workspace,
+            out=out,
+            scale=_SCALE,
+            **flags,
+        )
+        return out
+
+    read = partial(key_value, layer, tables[0], batch.lengths)
+    return Prepared([partial(call, table) for table in tables], read)
+
+
+def _newest(batch: PagedBatch, table: torch.Tensor) -> torch.Tensor:
+    """Slot of each sequence's last token, int64 ``[batch]``."""
+    last = batch.cache_seqlens.long() - 1
+    pages = table.gather(1, (last // _PAGE)[:, None])[:, 0].long()
+    return pages * _PAGE + last % _PAGE
+
+
+def _layer(pdl: bool, batch: PagedBatch) -> Prepared:
+    tables = batch.page_tables(_PAGE)
+    prepared = _decode({"pdl": pdl}, batch, tables=tables)
+    layer = _pages(batch, torch.bfloat16)
+    shape = (len(batch.lengths), batch.heads.kv, HEAD_DIM)
+    key, value = (torch.randn_like(batch.query[:, : batch.heads.kv]).view(shape) for _ in range(2))
+    slots = [_newest(batch, table) for table in tables]
+
+    def call(attend: Callable[[], torch.Tensor], where: torch.Tensor) -> torch.Tensor:
+        store_kv(layer, key, value, where, pdl=pdl)
+        return attend()
+
+    calls = [partial(call, *pair) for pair in zip(prepared.calls, slots, strict=True)]
+    return Prepared(calls, prepared.key_value)
+
+
+def _store_call(batch: PagedBatch) -> Callable[[], object]:
+    layer, table = _pages(batch, torch.bfloat16), batch.page_tables(_PAGE)[0]
+    rows = torch.randn_like(batch.query[:, : batch.heads.kv])
+    return partial(store_kv, layer, rows, rows, _newest(batch, table))
+
+
+def key_value(
+    layer: LayerCache, table: torch.Tensor, lengths: tuple[int, ...], index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V ``[length, heads, head_dim]`` of a sequence, by the layout's own formula."""
+    layout = layer.layout
+    ids = table[index, : layout.pages_for(lengths[index])].long()
+    # torch cannot index fp8 everywhere, so one-byte elements travel as bytes.
+    pages = layer.pages if layout.element_bytes > 1 else layer.pages.view(torch.uint8)
+    planes = pages[ids].flatten(3)  # [pages, heads, 2, page_size * padded_head_dim]
+    offsets = torch.from_numpy(layout.plane_offsets.copy()).to(planes.device)
+    rows = planes[..., offsets.flatten()].unflatten(-1, offsets.shape).view(layout.dtype)
+    packed = rows.permute(2, 0, 3, 1, 4).flatten(1, 2)[:, : lengths[index], :, : layout.head_dim]
+    return packed[0], packed[1]
