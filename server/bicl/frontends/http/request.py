@@ -50,7 +50,9 @@ class GenerationParams:
     """Sampling and stopping, after validation. Neutral values switch a rule off.
 
     ``seed`` is always set (drawn by the route when the client gave none), so that a preempted
-    request repeats its draws. ``best_of`` is the route's affair: it submits several requests.
+    request repeats its draws. ``include_stop`` leaves a matched stop sequence in the text, as TGI
+    does; without it the sequence is never given out, not even in part. ``best_of`` is the
+    route's affair: it submits several requests.
     """
 
     max_new_tokens: int
@@ -63,6 +65,7 @@ class GenerationParams:
     frequency_penalty: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    include_stop: bool = True
     ignore_eos: bool = False
     watermark: bool = False
     grammar: Grammar | None = None

@@ -92,6 +92,7 @@ class StepRecord:
         kind: prefill if any row computed prompt tokens.
         num_rows: requests in the step.
         num_tokens: tokens computed.
+        num_generated: tokens chosen.
         forward_time: the model, from input tensors to logits (TGI: forward_duration).
         sample_time: sampling, stopping and detokenising (TGI: decode_duration).
         total_time: the whole step (TGI: inference_duration).
@@ -100,6 +101,7 @@ class StepRecord:
     kind: StepKind
     num_rows: int
     num_tokens: int
+    num_generated: int
     forward_time: float
     sample_time: float
     total_time: float
@@ -126,10 +128,11 @@ class EngineStats:
         queue_size: requests waiting.
         batch_size: requests running.
         batch_current_max_tokens: tokens the running requests may grow to.
-        pages_total, pages_free, pages_cached, pages_in_use: the pool; cached pages are in the
-            index and in nobody's use, so that they can be evicted.
+        pages_total, pages_free, pages_cached, pages_pinned, pages_in_use: the pool; cached pages
+            are in the index and in nobody's use, so that they can be evicted; pinned ones cannot.
         queried_tokens, hit_tokens: prompt tokens looked up and found in the prefix index, by
-            first admissions only (a preempted request's return counts as neither).
+            first admissions only (a preempted request's return counts as neither);
+            ``copied_tokens`` of the hits came by copy of part of a page.
         evicted_pages: cached pages given up for new ones.
         preemptions: times a running request was put back into the queue.
         steps, prefill_steps, decode_steps: forward steps; their seconds in the ``_time`` fields.
@@ -146,9 +149,11 @@ class EngineStats:
     pages_total: int = 0
     pages_free: int = 0
     pages_cached: int = 0
+    pages_pinned: int = 0
     pages_in_use: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
+    copied_tokens: int = 0
     evicted_pages: int = 0
     preemptions: int = 0
     steps: int = 0

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from bicl.frontends.http.engine.config import EngineConfig, EngineObserver, EngineStats
+import logging
+import threading
+import time
+from collections import deque
+
+import torch
+
+from bicl.cache.manager import CacheManager, FlushReport
+from bicl.errors import BiclError, InvalidInputError, OverloadedError
+from bicl.frontends.http.engine.config import (
+    EngineConfig,
+    EngineObserver,
+    EngineStats,
+    Outcome,
+    StepKind,
+    StepRecord,
+)
+from bicl.frontends.http.engine.counters import Counters
+from bicl.frontends.http.engine.emitter import Emitter
+from bicl.frontends.http.engine.grammar import GrammarCompiler
+from bicl.frontends.http.engine.runner import ModelRunner
+from bicl.frontends.http.engine.sampler import SamplingState
+from bicl.frontends.http.engine.scheduler import Plan, Scheduler
+from bicl.frontends.http.engine.sequence import Sequence
+from bicl.frontends.http.engine.sizing import num_pages
 from bicl.frontends.http.engine.stream import RequestStream
+from bicl.frontends.http.engine.text import Detokenizer, StopCheck
 from bicl.frontends.http.loader import LoadedModel
-from bicl.frontends.http.request import GenerationRequest
+from bicl.frontends.http.request import GenerationRequest, RequestDone, RequestFailed
 
 __all__ = ["Engine"]
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -31,40 +58,258 @@ class Engine:
         *,
         observer: EngineObserver | None = None,
     ) -> None:
-        raise NotImplementedError
+        self.loaded = loaded
+        self.config = config
+        self._observer = observer
+        self._runner = ModelRunner(loaded, config, num_pages(loaded, config))
+        manager = CacheManager(
+            self._runner.pool.num_pages,
+            config.page_size,
+            prefix_cache=config.prefix_caching,
+            model_revision=loaded.sha,
+        )
+        self._scheduler = Scheduler(manager, config)
+        self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self._emitter = Emitter(loaded.tokenizer)
+        self._counters = Counters()
+        # Bookkeeping is touched under `_lock` only; the forward step runs without it, so that
+        # submit, snapshot and flush never wait for the model.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._arrivals: deque[Sequence] = deque()
+        self._aborts: deque[str] = deque()
+        self._live: set[str] = set()
+        self._draining = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
 
+    # --- from any thread ---------------------------------------------------------------------
     def start(self) -> Engine:
-        """Warm up (the largest prefill once) and start the loop. Returns self."""
-        raise NotImplementedError
+        """Start the loop. Returns self."""
+        if self._runner.graphs is not None:
+            self._runner.graphs.capture()
+        self._thread = threading.Thread(target=self._loop, name="bicl-engine", daemon=True)
+        self._thread.start()
+        return self
 
     def submit(self, request: GenerationRequest) -> RequestStream:
-        """Queue a request.
+        """Queue a request. May take a second for the first grammar; run it off an event loop.
 
         Raises:
             CapacityError: it needs more tokens or pages than there will ever be.
             OverloadedError: ``max_waiting`` requests wait already, or the engine drains.
-            InvalidInputError: its grammar does not compile, or a token id is out of range.
+            InvalidInputError: its id is live already, a token id is out of range, or its grammar
+                does not compile.
         """
-        raise NotImplementedError
+        self._check(request)
+        params = request.params
+        grammar = self._grammars.start(params.grammar) if params.grammar else None
+        stream = RequestStream(request.id, self.abort)
+        sequence = Sequence(
+            request,
+            stream,
+            SamplingState(params, grammar, self.loaded.device),
+            StopCheck(params, self.loaded.eos_token_ids),
+            Detokenizer(self.loaded.tokenizer, request.prompt_ids),
+        )
+        with self._changed:
+            if self._stopping or self._draining:
+                raise OverloadedError("the server is shutting down; try another one")
+            queued = len(self._scheduler.waiting) + len(self._arrivals)
+            if queued >= self.config.max_waiting:
+                raise OverloadedError(
+                    f"{queued} requests wait already (the limit is {self.config.max_waiting}); "
+                    "try again later"
+                )
+            if request.id in self._live:
+                raise InvalidInputError(f"request id {request.id!r} is in use")
+            self._live.add(request.id)
+            self._arrivals.append(sequence)
+            self._changed.notify_all()
+        return stream
 
     def abort(self, request_id: str) -> None:
-        """Drop a request, queued or running; its pages are free within two steps. Unknown or
-        finished ids are ignored. Its stream gets no further event."""
-        raise NotImplementedError
+        """Drop a request, queued or running; its pages are free within two steps. Its stream ends
+        with :class:`RequestFailed`. Unknown and finished ids are ignored."""
+        with self._changed:
+            if request_id in self._live:
+                self._aborts.append(request_id)
+                self._changed.notify_all()
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait until all others ended; True if that took less than
         ``timeout`` seconds."""
-        raise NotImplementedError
+        with self._changed:
+            self._draining = True
+            return self._changed.wait_for(lambda: not self._live, timeout)
 
     def stop(self) -> None:
         """Fail what is left and end the thread. Idempotent."""
-        raise NotImplementedError
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
-    def flush_cache(self) -> int:
-        """Drop every cached page that nobody uses; returns how many."""
-        raise NotImplementedError
+    def flush_cache(self, adapter_id: str | None = None) -> FlushReport:
+        """Forget every cached prefix (or one adapter's). Live requests go on undisturbed."""
+        with self._lock:
+            return self._scheduler.manager.flush(adapter_id)
+
+    def check_integrity(self) -> None:
+        """Prove that every page is accounted for.
+
+        Raises:
+            IntegrityError: naming the contradiction.
+        """
+        with self._lock:
+            self._scheduler.manager.check_integrity()
 
     def snapshot(self) -> EngineStats:
         """Counters and gauges, consistent with each other."""
-        raise NotImplementedError
+        with self._lock:
+            graphs = self._runner.graphs
+            return self._counters.snapshot(
+                self._scheduler,
+                queued=len(self._arrivals),
+                draining=self._draining,
+                healthy=self._thread is not None and self._thread.is_alive(),
+                graph_misses=graphs.misses if graphs is not None else 0,
+            )
+
+    def _check(self, request: GenerationRequest) -> None:
+        num_prompt, new = len(request.prompt_ids), request.params.max_new_tokens
+        if num_prompt == 0 or new < 1:
+            raise InvalidInputError(
+                f"{num_prompt} prompt tokens, {new} new ones: at least 1 of each is needed"
+            )
+        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+        if lowest < 0 or highest >= self.loaded.vocab_size:
+            raise InvalidInputError(
+                f"token ids {lowest}..{highest} are outside 0..{self.loaded.vocab_size - 1}"
+            )
+        self._scheduler.refuse_oversize(num_prompt, new)
+
+    # --- the engine's thread -----------------------------------------------------------------
+    def _loop(self) -> None:
+        if self.config.num_threads is not None:
+            torch.set_num_threads(self.config.num_threads)
+        try:
+            with torch.inference_mode():
+                while self._wait_for_work():
+                    self._step()
+        except BaseException:
+            log.exception("the engine stopped: its bookkeeping can no longer be trusted")
+            raise
+        finally:
+            with self._changed:
+                self._stopping = True
+                self._take_arrivals()
+                for sequence in self._scheduler.everything():
+                    self._fail(sequence, OverloadedError("the server stopped"))
+                self._changed.notify_all()
+
+    def _wait_for_work(self) -> bool:
+        """Take what arrived; sleep while there is nothing. False: stop."""
+        with self._changed:
+            self._take_arrivals()
+            if not self._stopping and not self._scheduler.everything():
+                self._scheduler.manager.check_integrity()
+            while not self._stopping and not self._scheduler.everything():
+                self._changed.notify_all()  # drain waits for this
+                self._changed.wait()
+                self._take_arrivals()
+            return not self._stopping
+
+    def _take_arrivals(self) -> None:
+        while self._arrivals:
+            self._scheduler.add(self._arrivals.popleft())
+        while self._aborts:
+            sequence = self._scheduler.find(self._aborts.popleft())
+            if sequence is not None:
+                error = BiclError(f"request {sequence.id} was aborted")
+                self._fail(sequence, error, Outcome.ABORTED)
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        with self._lock:
+            plan = self._scheduler.plan()
+            if plan is None:
+                return
+            for sequence, error in plan.unservable:
+                self._forget(sequence, RequestFailed(error), Outcome.FAILED)
+            self._note_admissions(plan)
+        if not plan.chunks:
+            return
+        try:
+            logits = self._forward(plan)
+        except Exception as error:
+            log.exception("a forward step failed")
+            with self._changed:
+                for chunk in plan.chunks:
+                    self._fail(chunk.sequence, error)
+            return
+        forwarded = time.perf_counter()
+        with self._changed:
+            for chunk in plan.chunks:
+                self._scheduler.commit(chunk)
+        num_generated, ended = self._emitter.emit(plan.chunks, logits)
+        with self._changed:
+            for sequence, last in ended:
+                outcome = Outcome.FAILED if isinstance(last, RequestFailed) else Outcome.FINISHED
+                self._scheduler.remove(sequence)
+                self._forget(sequence, last, outcome)
+            self._note_step(plan, num_generated, began, forwarded)
+
+    def _forward(self, plan: Plan) -> torch.Tensor:
+        copies = [c for chunk in plan.chunks for c in chunk.sequence.pending_copies]
+        if copies:
+            self._runner.copy_pages(copies)
+            with self._lock:
+                for chunk in plan.chunks:
+                    if chunk.sequence.pages is not None and chunk.sequence.pending_copies:
+                        self._scheduler.manager.copies_issued(chunk.sequence.pages)
+        return self._runner.forward(plan.chunks)
+
+    def _fail(
+        self, sequence: Sequence, error: Exception, outcome: Outcome = Outcome.FAILED
+    ) -> None:
+        self._scheduler.remove(sequence, keep=outcome is not Outcome.FAILED)
+        self._forget(sequence, RequestFailed(error), outcome)
+
+    def _forget(
+        self, sequence: Sequence, last: RequestDone | RequestFailed, outcome: Outcome
+    ) -> None:
+        self._live.discard(sequence.id)
+        self._counters.outcome(outcome)
+        sequence.stream.put(last)
+        if self._observer is not None:
+            self._observer.on_outcome(outcome)
+        if not self._live:
+            self._changed.notify_all()
+
+    def _note_admissions(self, plan: Plan) -> None:
+        now, running = time.monotonic(), len(self._scheduler.running)
+        for sequence in plan.admitted:
+            self._runner.admit(sequence)
+            if sequence.admitted is None:
+                sequence.admitted = now
+                if self._observer is not None:
+                    self._observer.on_admitted(now - sequence.arrived, running)
+
+    def _note_step(self, plan: Plan, num_generated: int, began: float, forwarded: float) -> None:
+        now = time.perf_counter()
+        num_tokens = sum(chunk.count for chunk in plan.chunks)
+        kind = StepKind.PREFILL if num_tokens > len(plan.chunks) else StepKind.DECODE
+        record = StepRecord(
+            kind=kind,
+            num_rows=len(plan.chunks),
+            num_tokens=num_tokens,
+            num_generated=num_generated,
+            forward_time=forwarded - began,
+            sample_time=now - forwarded,
+            total_time=now - began,
+        )
+        self._counters.step(record)
+        if self._observer is not None:
+            self._observer.on_step(record)

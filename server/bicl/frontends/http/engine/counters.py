@@ -1,0 +1,70 @@
+"""Plain integers that the loop increments, and the snapshot made of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from bicl.frontends.http.engine.config import EngineStats, Outcome, StepKind, StepRecord
+from bicl.frontends.http.engine.scheduler import Scheduler
+
+__all__ = ["Counters"]
+
+
+class Counters:
+    """What happened since start."""
+
+    def __init__(self) -> None:
+        self._outcomes: Counter[Outcome] = Counter()
+        self._steps: Counter[StepKind] = Counter()
+        self._seconds = dict.fromkeys(StepKind, 0.0)
+        self._prefilled = 0
+        self._generated = 0
+
+    def outcome(self, outcome: Outcome) -> None:
+        self._outcomes[outcome] += 1
+
+    def step(self, record: StepRecord) -> None:
+        self._steps[record.kind] += 1
+        self._seconds[record.kind] += record.total_time
+        self._generated += record.num_generated
+        if record.kind is StepKind.PREFILL:
+            self._prefilled += record.num_tokens
+
+    def snapshot(
+        self,
+        scheduler: Scheduler,
+        *,
+        queued: int,
+        draining: bool,
+        healthy: bool,
+        graph_misses: int,
+    ) -> EngineStats:
+        gauges, stats = scheduler.manager.gauges(), scheduler.manager.stats
+        return EngineStats(
+            queue_size=len(scheduler.waiting) + queued,
+            batch_size=len(scheduler.running),
+            batch_current_max_tokens=sum(s.max_tokens for s in scheduler.running),
+            pages_total=gauges.total_pages,
+            pages_free=gauges.free_pages,
+            pages_cached=gauges.cached_pages,
+            pages_pinned=gauges.pinned_pages,
+            pages_in_use=gauges.in_use_pages,
+            queried_tokens=stats.queried_tokens,
+            hit_tokens=stats.hit_tokens,
+            copied_tokens=stats.copied_tokens,
+            evicted_pages=stats.evicted_pages,
+            preemptions=scheduler.preemptions,
+            steps=sum(self._steps.values()),
+            prefill_steps=self._steps[StepKind.PREFILL],
+            decode_steps=self._steps[StepKind.DECODE],
+            prefill_time=self._seconds[StepKind.PREFILL],
+            decode_time=self._seconds[StepKind.DECODE],
+            finished=self._outcomes[Outcome.FINISHED],
+            aborted=self._outcomes[Outcome.ABORTED],
+            failed=self._outcomes[Outcome.FAILED],
+            prefilled_tokens=self._prefilled,
+            generated_tokens=self._generated,
+            graph_misses=graph_misses,
+            draining=draining,
+            healthy=healthy,
+        )

@@ -1,0 +1,114 @@
+"""What follows the logits: choose tokens, make text of them, tell the streams, see who ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from bicl.frontends.http.engine.sampler import Choice, choose
+from bicl.frontends.http.engine.scheduler import Chunk
+from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
+from bicl.frontends.http.request import (
+    PrefillToken,
+    RequestDone,
+    RequestFailed,
+    Token,
+    TokenEvent,
+)
+
+__all__ = ["Emitter"]
+
+Last = RequestDone | RequestFailed
+
+
+class Emitter:
+    """Samples a step's rows and emits their tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+
+    def emit(
+        self, chunks: SequenceOf[Chunk], logits: torch.Tensor
+    ) -> tuple[int, list[tuple[Sequence, Last]]]:
+        """Emit one token for every chunk that computed its sequence's last one.
+
+        Args:
+            chunks: of the step.
+            logits: their rows, as :meth:`ModelRunner.forward` returned them; overwritten.
+
+        Returns:
+            How many tokens were chosen; sequences that ended, with the event that is
+            still to be put on their streams.
+        """
+        ready, rows, ended = [], [], []
+        row = 0
+        for chunk in chunks:
+            size = (0, 1, chunk.count)[chunk.logits]
+            if chunk.logits is LogitsNeed.ALL:
+                self._add_prefill(chunk, logits[row : row + size])
+            row += size
+            if size and chunk.start + chunk.count == len(chunk.sequence.ids):
+                ready.append(chunk.sequence)
+                rows.append(row - 1)
+        if not ready:
+            return 0, []
+        if len(rows) != logits.shape[0]:
+            logits = logits[rows]
+        choices = choose(logits, [s.sampling for s in ready], [s.ids for s in ready])
+        for sequence, choice in zip(ready, choices, strict=True):
+            try:
+                last = self._advance(sequence, choice)
+            except Exception as error:  # its own grammar or text; the others go on
+                last = RequestFailed(error)
+            if last is not None:
+                ended.append((sequence, last))
+        return len(ready), ended
+
+    def _advance(self, sequence: Sequence, choice: Choice) -> Last | None:
+        if choice.error is not None:
+            return RequestFailed(choice.error)
+        token_id = choice.token_id
+        sequence.ids.append(token_id)
+        grammar = sequence.sampling.grammar
+        if grammar is not None:
+            grammar.advance(token_id)
+        reason, text = sequence.stop.push(token_id, sequence.detokenizer.push(token_id))
+        token = Token(token_id, text, choice.logprob, token_id in self._special)
+        top = tuple(
+            Token(i, self._text_of(i), logprob, i in self._special) for i, logprob in choice.top
+        )
+        sequence.stream.put(TokenEvent(token, top, last=reason is not None))
+        if reason is None:
+            return None
+        full = sequence.detokenizer.text()
+        return RequestDone(
+            finish_reason=reason,
+            generated_text=full.removesuffix(sequence.stop.matched),
+            usage=sequence.usage(),
+            prefill=tuple(sequence.prefill),
+        )
+
+    def _add_prefill(self, chunk: Chunk, logits: torch.Tensor) -> None:
+        """Log-probabilities of the prompt tokens that follow the chunk's."""
+        sequence = chunk.sequence
+        if chunk.start == 0:
+            first = sequence.ids[0]
+            sequence.prefill.append(PrefillToken(first, self._text_of(first), None))
+        following = sequence.ids[chunk.start + 1 : chunk.start + chunk.count + 1]
+        if not following:
+            return
+        scores = torch.log_softmax(logits[: len(following)], dim=-1)
+        ids = torch.tensor(following, device=logits.device)
+        values = scores.gather(1, ids[:, None]).squeeze(1).tolist()
+        sequence.prefill += [
+            PrefillToken(i, self._text_of(i), value)
+            for i, value in zip(following, values, strict=True)
+        ]
+
+    def _text_of(self, token_id: int) -> str:
+        text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text

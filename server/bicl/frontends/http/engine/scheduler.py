@@ -1,0 +1,245 @@
+"""Who runs next, on which pages. Owns the queue, the running batch and the page bookkeeping."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from bicl.cache.keys import ID_BYTES
+from bicl.cache.manager import CacheManager
+from bicl.errors import CapacityError, OverloadedError
+from bicl.frontends.http.engine.config import EngineConfig
+from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
+
+__all__ = ["Chunk", "Plan", "Scheduler"]
+
+DETAIL_CHUNK_TOKENS = 256
+"""Prompt log-probabilities need a row of logits a token: smaller chunks bound that memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``start .. start + count`` of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    logits: LogitsNeed
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step.
+
+    Attributes:
+        chunks: decode rows first.
+        admitted: sequences that left the queue, some of them not for the first time.
+        unservable: sequences that cannot go on, with the reason; no longer known here.
+    """
+
+    chunks: list[Chunk]
+    admitted: list[Sequence]
+    unservable: list[tuple[Sequence, Exception]]
+
+
+class Scheduler:
+    """First come, first served; decode before prefill; the youngest gives way.
+
+    A request that waits for pages blocks those behind it, so none starves. A request whose prefix
+    another one is computing right now waits for that instead of computing it again.
+    """
+
+    def __init__(self, manager: CacheManager, config: EngineConfig) -> None:
+        self.manager = manager
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.preemptions = 0
+        self._budget = config.max_batch_prefill_tokens
+        self._max_total = config.max_total_tokens
+        self._max_batch = config.max_batch_size
+        self._rows = list(range(config.max_batch_size))
+        # Set by a preemption, cleared when pages come back for good: what was just put out must
+        # not come in again to be put out in the next step.
+        self._crowded = False
+
+    # --- in and out --------------------------------------------------------------------------
+    def refuse_oversize(self, num_prompt: int, max_new_tokens: int) -> None:
+        """Raise ``CapacityError`` for what can never fit. The last token is never stored."""
+        if num_prompt + max_new_tokens > self._max_total:
+            raise CapacityError(
+                f"{num_prompt} prompt tokens and {max_new_tokens} new ones are more than "
+                f"max_total_tokens ({self._max_total})"
+            )
+        needed = num_prompt + max_new_tokens - 1
+        if needed > self.manager.max_tokens:
+            raise CapacityError(
+                f"{num_prompt} prompt tokens and {max_new_tokens} new ones need "
+                f"{self.manager.pages_for(needed)} pages of {self.manager.page_size} tokens; the "
+                f"cache has {self.manager.usable_pages}. Ask for fewer, or give it more memory"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def find(self, request_id: str) -> Sequence | None:
+        return next((s for s in [*self.running, *self.waiting] if s.id == request_id), None)
+
+    def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """It finished, failed or was aborted: let go of all it holds."""
+        if sequence.pages is None:
+            self.waiting.remove(sequence)
+        else:
+            self._stop_running(sequence, keep=keep)
+            self._crowded = False
+
+    def everything(self) -> list[Sequence]:
+        return [*self.running, *self.waiting]
+
+    # --- one step ----------------------------------------------------------------------------
+    def plan(self) -> Plan | None:
+        """Decide the next step; ``None`` if there is nothing to do."""
+        unservable: list[tuple[Sequence, Exception]] = []
+        decodes = list(self._decodes(unservable))
+        budget, prefills = self._budget, []
+        for sequence in self.running:
+            if budget and sequence.num_left > 1:
+                chunk = self._chunk(sequence, budget)
+                prefills.append(chunk)
+                budget -= chunk.count
+        admitted = self._admit(budget, decodes, prefills, unservable)
+        chunks = decodes + prefills
+        if not chunks and not unservable:
+            return None
+        return Plan(chunks, admitted, unservable)
+
+    def commit(self, chunk: Chunk) -> None:
+        """The chunk's K and V are in the stream."""
+        sequence = chunk.sequence
+        assert sequence.pages is not None
+        end = chunk.start + chunk.count
+        self.manager.commit(sequence.pages, sequence.ids[chunk.start : end])
+        sequence.num_computed = end
+
+    def _decodes(self, unservable: list[tuple[Sequence, Exception]]) -> Iterator[Chunk]:
+        """Rows that compute one token; makes room for them, at the cost of the youngest."""
+        ready = []
+        for sequence in list(self.running):
+            if sequence.pages is None or sequence.num_left > 1:
+                continue
+            if self._make_room(sequence, unservable):
+                ready.append(sequence)
+        for sequence in ready:
+            if sequence.pages is not None:  # a later row may have put it out
+                yield self._chunk(sequence, 1)
+
+    def _make_room(self, sequence: Sequence, unservable: list[tuple[Sequence, Exception]]) -> bool:
+        assert sequence.pages is not None
+        while not self.manager.extend(sequence.pages, len(sequence.ids)):
+            youngest = self.running[-1]
+            if len(self.running) == 1:
+                # Alone, and all that may be evicted was: only pins can hold the rest.
+                self.remove(sequence)
+                unservable.append((sequence, _pinned()))
+                return False
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop_running(sequence, keep=True)
+        sequence.num_preemptions += 1
+        sequence.num_computed = 0
+        sequence.prefill.clear()
+        self.preemptions += 1
+        self._crowded = True
+        self.waiting.appendleft(sequence)
+
+    def _stop_running(self, sequence: Sequence, *, keep: bool) -> None:
+        assert sequence.pages is not None
+        self.manager.release(sequence.pages, keep=keep)
+        sequence.pages = None
+        self.running.remove(sequence)
+        self._rows.append(sequence.row)
+        sequence.row = -1
+
+    def _admit(
+        self,
+        budget: int,
+        decodes: list[Chunk],
+        prefills: list[Chunk],
+        unservable: list[tuple[Sequence, Exception]],
+    ) -> list[Sequence]:
+        admitted: list[Sequence] = []
+        deferred: list[Sequence] = []
+        while self.waiting and budget and len(self.running) < self._max_batch:
+            if self._crowded and self.running:
+                break
+            sequence = self.waiting[0]
+            if self._prefix_is_on_its_way(sequence):
+                deferred.append(self.waiting.popleft())
+                continue
+            pages = self.manager.acquire(
+                sequence.packed_prompt if sequence.num_generated == 0 else sequence.ids,
+                sequence.namespace,
+                reuse=not sequence.wants_prefill_logprobs,
+                resumed=sequence.num_preemptions > 0,
+            )
+            if pages is None:
+                if not self.running:  # nothing will ever come free: pins hold it
+                    unservable.append((self.waiting.popleft(), _pinned()))
+                    continue
+                break
+            self.waiting.popleft()
+            self._crowded = False
+            sequence.pages, sequence.row = pages, self._rows.pop()
+            sequence.num_computed = pages.num_cached_tokens
+            self.running.append(sequence)
+            if sequence.num_preemptions == 0:
+                sequence.num_cached = pages.num_cached_tokens
+            admitted.append(sequence)
+            chunk = self._chunk(sequence, budget)
+            budget -= chunk.count
+            (decodes if chunk.count == 1 else prefills).append(chunk)
+        self.waiting.extendleft(reversed(deferred))
+        return admitted
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        details = sequence.wants_prefill_logprobs
+        count = min(sequence.num_left, budget, DETAIL_CHUNK_TOKENS if details else budget)
+        last = count == sequence.num_left
+        need = LogitsNeed.ALL if details else LogitsNeed.LAST if last else LogitsNeed.NONE
+        return Chunk(sequence, sequence.num_computed, count, need)
+
+    def _prefix_is_on_its_way(self, sequence: Sequence) -> bool:
+        """A running prefill will soon have cached at least a page more of this prompt."""
+        if not self.manager.prefix_cache or sequence.wants_prefill_logprobs:
+            return False
+        page = self.manager.page_size
+        soon = max(
+            (
+                _common_tokens(sequence, other)
+                for other in self.running
+                if other.num_left > 1 and other.namespace == sequence.namespace
+            ),
+            default=0,
+        )
+        soon = min(soon, len(sequence.ids) - 1) // page * page
+        if not soon:
+            return False
+        return soon > self.manager.cached_tokens(sequence.packed_prompt, sequence.namespace)
+
+
+def _common_tokens(a: Sequence, b: Sequence) -> int:
+    size = min(len(a.packed_prompt), len(b.packed_prompt))
+    left = np.frombuffer(a.packed_prompt, dtype=np.int64, count=size // ID_BYTES)
+    right = np.frombuffer(b.packed_prompt, dtype=np.int64, count=size // ID_BYTES)
+    different = np.flatnonzero(left != right)
+    return int(different[0]) if different.size else size // ID_BYTES
+
+
+def _pinned() -> OverloadedError:
+    return OverloadedError("pinned prefixes leave no room for this request; unpin some")

@@ -1,0 +1,102 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import time
+from enum import IntEnum
+
+from bicl.cache.keys import Namespace, PackedIds, pack_ids
+from bicl.cache.sequence import PageCopy, SequencePages
+from bicl.frontends.http.engine.sampler import SamplingState
+from bicl.frontends.http.engine.stream import RequestStream
+from bicl.frontends.http.engine.text import Detokenizer, StopCheck
+from bicl.frontends.http.request import GenerationRequest, PrefillToken, Usage
+
+__all__ = ["LogitsNeed", "Sequence"]
+
+
+class LogitsNeed(IntEnum):
+    """Which rows of a chunk go through the output layer."""
+
+    NONE = 0
+    LAST = 1
+    ALL = 2
+
+
+class Sequence:
+    """State of a live request.
+
+    Attributes:
+        ids: prompt and generated tokens. The last one is not computed yet.
+        num_prompt: tokens of the prompt.
+        num_computed: leading tokens whose K and V are in pages.
+        pages: held pages; ``None`` while it waits.
+        row: its row in the runner's page table while it runs.
+        prefill: prompt log-probabilities, if asked for.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        stream: RequestStream,
+        sampling: SamplingState,
+        stop: StopCheck,
+        detokenizer: Detokenizer,
+    ) -> None:
+        self.request = request
+        self.stream = stream
+        self.sampling = sampling
+        self.stop = stop
+        self.detokenizer = detokenizer
+        self.namespace = Namespace(request.salt, request.adapter_id)
+        self.ids = list(request.prompt_ids)
+        self.packed_prompt: PackedIds = pack_ids(self.ids)
+        self.num_prompt = len(self.ids)
+        self.num_computed = 0
+        self.pages: SequencePages | None = None
+        self.row = -1
+        self.prefill: list[PrefillToken] = []
+        self.num_preemptions = 0
+        self.arrived = time.monotonic()
+        self.admitted: float | None = None
+        self.num_cached = 0
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.ids) - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to compute before the next one can be chosen."""
+        return len(self.ids) - self.num_computed
+
+    @property
+    def wants_prefill_logprobs(self) -> bool:
+        """Prompt log-probabilities are still to be computed, so no prefix may be skipped."""
+        return self.request.params.decoder_input_details and self.num_generated == 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens it may grow to."""
+        return self.num_prompt + self.request.params.max_new_tokens
+
+    @property
+    def pending_copies(self) -> tuple[PageCopy, ...]:
+        """Page copies to issue before its next step."""
+        return () if self.pages is None else self.pages.pending_copies
+
+    def usage(self) -> Usage:
+        now = time.monotonic()
+        admitted = now if self.admitted is None else self.admitted
+        return Usage(
+            prompt_tokens=self.num_prompt,
+            generated_tokens=self.num_generated,
+            cached_tokens=self.num_cached,
+            queue_time=admitted - self.arrived,
+            inference_time=now - admitted,
+            num_preemptions=self.num_preemptions,
+        )

@@ -1,0 +1,67 @@
+"""How many pages the pool gets."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from bicl.cache.layout import PageLayout
+from bicl.errors import ConfigError
+from bicl.frontends.http.engine.config import EngineConfig
+from bicl.frontends.http.loader import LoadedModel
+
+__all__ = ["free_bytes", "num_pages", "page_bytes", "page_layouts"]
+
+DEFAULT_SHARE = {"cpu": 0.4, "cuda": 0.85}
+"""Of the memory free after loading. The rest is for activations and logits."""
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be allocated on the device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def page_layouts(loaded: LoadedModel, config: EngineConfig) -> list[PageLayout]:
+    """One page layout a layer."""
+    return loaded.geometry.layouts(
+        config.kv_dtype or loaded.dtype,
+        page_size=config.page_size,
+        tile=config.page_size,
+        swizzle=loaded.device.type == "cuda",
+    )
+
+
+def page_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
+    """Bytes of one page in all layers together."""
+    return sum(layout.page_bytes for layout in page_layouts(loaded, config))
+
+
+def num_pages(loaded: LoadedModel, config: EngineConfig) -> int:
+    """Pages by ``config.num_pages``, ``config.cache_memory_bytes``, or a share of the free memory
+    (but no more than a full batch can use).
+
+    Raises:
+        ConfigError: they do not hold one request of ``max_total_tokens``, or do not fit into the
+            free memory.
+    """
+    one, free = page_bytes(loaded, config), free_bytes(loaded.device)
+    needed = -(-config.max_total_tokens // config.page_size)
+    if config.num_pages is not None:
+        pages = config.num_pages
+    elif config.cache_memory_bytes is not None:
+        pages = config.cache_memory_bytes // one
+    else:
+        share = int(free * DEFAULT_SHARE[loaded.device.type]) // one
+        pages = min(needed * config.max_batch_size, share)
+    if pages * one > free:
+        raise ConfigError(
+            f"the cache needs {pages * one} bytes ({pages} pages), {free} are free; "
+            f"at most {free // one} pages would fit"
+        )
+    if pages < 1:
+        raise ConfigError(
+            f"one page needs {one} bytes, which the cache memory does not hold; give it more"
+        )
+    return pages
