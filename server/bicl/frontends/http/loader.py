@@ -108,7 +108,7 @@ def load_model(
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(_explain(model_id, error)) from error
-    return describe(model.eval(), tokenizer, model_id=model_id, sha=_local_sha(source, options))
+    return describe(model, tokenizer, model_id=model_id, sha=_local_sha(source, options))
 
 
 def describe(

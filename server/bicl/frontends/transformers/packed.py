@@ -51,7 +51,7 @@ class PackedModel:
         self._cache.meta = meta
         self._cache.backend.plan(meta)
         with torch.inference_mode():
-            logits = self._model(
+            logits: torch.Tensor = self._model(
                 input_ids=input_ids[None],
                 position_ids=positions[None],
                 use_cache=True,

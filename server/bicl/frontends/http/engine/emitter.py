@@ -18,7 +18,7 @@ from bicl.frontends.http.request import (
     TokenEvent,
 )
 
-__all__ = ["Emitter"]
+__all__ = ["Emitter", "Last"]
 
 Last = RequestDone | RequestFailed
 

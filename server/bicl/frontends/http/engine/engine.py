@@ -20,7 +20,7 @@ from bicl.frontends.http.engine.config import (
     StepRecord,
 )
 from bicl.frontends.http.engine.counters import Counters
-from bicl.frontends.http.engine.emitter import Emitter
+from bicl.frontends.http.engine.emitter import Emitter, Last
 from bicl.frontends.http.engine.grammar import GrammarCompiler
 from bicl.frontends.http.engine.runner import ModelRunner
 from bicl.frontends.http.engine.sampler import SamplingState
@@ -30,7 +30,7 @@ from bicl.frontends.http.engine.sizing import num_pages
 from bicl.frontends.http.engine.stream import RequestStream
 from bicl.frontends.http.engine.text import Detokenizer, StopCheck
 from bicl.frontends.http.loader import LoadedModel
-from bicl.frontends.http.request import GenerationRequest, RequestDone, RequestFailed
+from bicl.frontends.http.request import GenerationRequest, RequestFailed
 
 __all__ = ["Engine"]
 
@@ -277,9 +277,7 @@ class Engine:
         self._scheduler.remove(sequence, keep=outcome is not Outcome.FAILED)
         self._forget(sequence, RequestFailed(error), outcome)
 
-    def _forget(
-        self, sequence: Sequence, last: RequestDone | RequestFailed, outcome: Outcome
-    ) -> None:
+    def _forget(self, sequence: Sequence, last: Last, outcome: Outcome) -> None:
         self._live.discard(sequence.id)
         self._counters.outcome(outcome)
         sequence.stream.put(last)

@@ -71,7 +71,9 @@ class GrammarCompiler:
 
         if self._vocabulary is None:
             self._vocabulary = llguidance.hf.from_tokenizer(
-                self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos or None
+                self._tokenizer,  # type: ignore[arg-type]
+                n_vocab=self._vocab_size,
+                eos_token=self._eos or None,
             )
         matcher = llguidance.LLMatcher
         try:

@@ -82,7 +82,7 @@ class DecodeGraphs:
         self._cu_seqlens = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(self._sizes[-1], device=device)
         self._graphs: dict[int, _Graph] = {}
-        self._copied = torch.cuda.Event()
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.misses = 0
 
     def capture(self) -> None:

@@ -169,7 +169,7 @@ def _watermark(scores: torch.Tensor, row: _Row) -> None:
 
 
 def _repetition(scores: torch.Tensor, row: _Row) -> None:
-    ids = torch.tensor(row.history, device=scores.device).unique()
+    ids = torch.tensor(sorted(set(row.history)), device=scores.device)
     penalty, seen = row.state.params.repetition_penalty, scores[ids]
     scores[ids] = torch.where(seen < 0, seen * penalty, seen / penalty)
 
