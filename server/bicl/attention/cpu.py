@@ -13,7 +13,13 @@ import torch
 
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
-from bicl.attention.validate import check_metadata, check_page_lists, check_query, check_rows
+from bicl.attention.validate import (
+    check_metadata,
+    check_page_lists,
+    check_query,
+    check_rows,
+    check_tensor,
+)
 from bicl.errors import InvalidInputError
 from bicl.ops import cpu as ops
 
@@ -117,6 +123,17 @@ class CpuBackend:
         self, layers: list[LayerCache], source: torch.Tensor, target: torch.Tensor
     ) -> None:
         """See ``AttentionBackend.copy_pages``. Pages outside the pool raise InvalidInputError."""
+        check_tensor("source", source, (None,), (torch.int64,), CPU)
+        check_tensor("target", target, (source.shape[0],), (torch.int64,), CPU)
+        if not source.numel():
+            return
+        last = min(layer.num_pages for layer in layers) - 1
+        for name, pages in (("source", source), ("target", target)):
+            if int(pages.min()) < 0 or int(pages.max()) > last:
+                raise InvalidInputError(
+                    f"{name} names a page outside the pool, which has pages 0..{last}: "
+                    f"{pages.tolist()}"
+                )
         for layer in layers:
             ops.copy_pages(layer.pages, source, target)
 
