@@ -1,0 +1,66 @@
+"""``/tokenize``, and what operators ask: health, readiness, info, models, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from bicl.frontends.http.body import JsonRoute
+from bicl.frontends.http.errors import WireError
+from bicl.frontends.http.routes.common import Server, json_answer, list_json
+from bicl.frontends.http.schemas.base import ErrorResponse
+from bicl.frontends.http.schemas.generate import GenerateRequest, SimpleToken
+from bicl.frontends.http.tokenization import simple_tokens
+from bicl.metrics import CONTENT_TYPE
+
+TAGS: list[Any] = ["Text Generation Inference"]
+DOWN: dict[int | str, dict[str, Any]] = {503: {"model": ErrorResponse}}
+tokenize_router = APIRouter(route_class=JsonRoute)
+router = APIRouter()
+
+
+@tokenize_router.post("/tokenize", response_model=list[SimpleToken], tags=TAGS)
+async def tokenize(body: GenerateRequest, server: Server) -> Response:
+    """Token ids of `inputs`, with their place in its UTF-8 bytes."""
+    encoding = await server.tokenizer.encode(body.inputs, add_special_tokens=True)
+    return json_answer(list_json(simple_tokens(encoding, body.inputs)))
+
+
+@router.get("/health", responses=DOWN, tags=TAGS)
+@router.get("/ping", responses=DOWN, tags=TAGS, include_in_schema=False)
+@router.get("/", responses=DOWN, tags=TAGS, include_in_schema=False)
+async def health(server: Server) -> Response:
+    """Liveness: 200 while the engine runs, however busy it is, and while it drains."""
+    if not server.alive:
+        raise WireError(503, "unhealthy", "healthcheck")
+    return Response()
+
+
+@router.get("/ready", responses=DOWN, tags=TAGS)
+async def ready(server: Server) -> Response:
+    """Readiness: 503 while draining, or while every permit is taken."""
+    if not server.ready:
+        raise WireError(503, "not ready", "readiness")
+    return Response()
+
+
+@router.get("/info", tags=TAGS)
+async def info(server: Server) -> dict[str, Any]:
+    """The served model, its limits and (`bicl`) its cache."""
+    return server.info
+
+
+@router.get("/v1/models", tags=TAGS)
+async def models(server: Server) -> dict[str, Any]:
+    """The served model in OpenAI's words."""
+    name = server.info["model_id"]
+    model = {"id": name, "object": "model", "created": 0, "owned_by": name}
+    return {"object": "list", "data": [model]}
+
+
+@router.get("/metrics", tags=TAGS)
+async def metrics(server: Server) -> Response:
+    """Prometheus' text format."""
+    return Response(server.metrics.render(), media_type=CONTENT_TYPE)

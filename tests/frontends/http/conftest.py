@@ -1,0 +1,70 @@
+"""A server on a fake engine, with a tokenizer whose tokens are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from fake_engine import FakeEngine
+from starlette.testclient import TestClient
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from bicl.config import ServerConfig
+from bicl.frontends.http.app import create_app
+from bicl.frontends.http.assembly import assemble
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend)
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture
+def config() -> ServerConfig:
+    config = ServerConfig(
+        model_id="fake/model", max_input_tokens=100, max_total_tokens=120, max_concurrent_requests=8
+    )
+    return config.resolve(max_position=120)
+
+
+@pytest.fixture
+def engine(tokenizer: PreTrainedTokenizerFast) -> FakeEngine:
+    return FakeEngine(tokenizer.decode)
+
+
+@pytest.fixture
+def make_client(
+    tokenizer: PreTrainedTokenizerFast, engine: FakeEngine, config: ServerConfig
+) -> Iterator[Callable[..., TestClient]]:
+    """A function that starts a client; keyword arguments change the configuration."""
+    clients: list[TestClient] = []
+
+    def make(**changes: object) -> TestClient:
+        state = assemble(replace(config, **changes), engine, tokenizer)
+        client = TestClient(create_app(state))
+        client.__enter__()
+        clients.append(client)
+        return client
+
+    yield make
+    for client in clients:
+        client.__exit__(None, None, None)
+
+
+@pytest.fixture
+def client(make_client: Callable[..., TestClient]) -> TestClient:
+    return make_client()
