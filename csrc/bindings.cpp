@@ -1,6 +1,13 @@
 // The operators exported through TVM-FFI. Shapes, dtypes and meanings: each operator's api.h.
 #include "common/info.h"
+#include "copy_pages/api.h"
+#include "decode_attention/api.h"
+#include "gather/api.h"
 #include "store_kv/api.h"
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_offsets, bicl::layout_offsets);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, bicl::copy_pages_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_attention, bicl::decode_attention_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_workspace_bytes, bicl::decode_workspace_bytes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, bicl::gather_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_kv, bicl::store_kv_api);

@@ -185,7 +185,8 @@ def build(args: argparse.Namespace) -> None:
 
     build_dir.mkdir(parents=True, exist_ok=True)
     generated = [u for u in generated_units(build_dir) if re.search(args.only, u.name)]
-    commands = {u: c for u in [*source_units(), *generated] if (c := unit_command(u)) is not None}
+    units = [u for u in [*source_units(), *generated] if not args.skip or not re.search(args.skip, u.name)]
+    commands = {u: c for u in units if (c := unit_command(u)) is not None}
     with ThreadPoolExecutor(args.jobs) as pool:
         reports = dict(
             zip(
@@ -225,7 +226,7 @@ def link(args: argparse.Namespace, objects: list[Path]) -> None:
     command = [args.cxx, "-shared", "-o", str(partial), *map(str, objects), f"-L{cuda_lib}",
                "-lcudart_static", "-ldl", "-lrt", "-lpthread",
                *shlex.split(tvm_ffi_config("--ldflags")), "-ltvm_ffi",
-               "-Wl,--no-undefined", "-Wl,-s"]  # fmt: skip
+               "-Wl,-s", "-Wl,-z,lazy" if args.skip else "-Wl,--no-undefined"]  # fmt: skip
     subprocess.run(command, check=True)
     partial.replace(library)
     print(f"{library} {library.stat().st_size / 2**20:.1f} MiB")
@@ -243,6 +244,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", default=RELEASE_ARCHS, help=f"default {RELEASE_ARCHS}")
     parser.add_argument("--only", default="", help="regular expression on generated instances")
+    parser.add_argument(
+        "--skip", default="", help="regular expression on units left out; calling them then fails"
+    )
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--lineinfo", action="store_true", help="source lines for profilers")
     parser.add_argument("--build-dir", default=str(ROOT / "build" / "kernels"))

@@ -1,0 +1,73 @@
+#pragma once
+
+#include "../common/check.h"
+#include "launch.h"
+
+namespace bicl {
+
+// out, query [B, num_q_heads, head_dim] of one 16-bit dtype; lse float32 [num_q_heads, B] or None.
+// workspace: uint8 of decode_workspace_bytes(); counters: int32, at least B * kv heads * ceil(group / 16), zero.
+// Neither may be shared by two streams.
+inline void decode_attention_api(TensorView out, Optional<TensorView> lse, TensorView query, TensorView pages,
+                                 TensorView page_table, TensorView cache_seqlens, TensorView workspace,
+                                 TensorView counters, int64_t page_size, double k_scale, double v_scale,
+                                 double scale, double softcap, int64_t window_left, bool deterministic, bool pdl,
+                                 bool force_sm80, int64_t force_cluster, int64_t force_grid) {
+  DecodeParams p;
+  p.pages = pages_of(pages, page_size, k_scale, v_scale);
+  const int device = pages.device().device_id;
+  p.sequences = sequences_of(page_table, cache_seqlens, device);
+  check_cuda(query, "query", device);
+  check_shape(query, "query", {p.sequences.batch, -1, -1});
+  check_rows(query, "query");
+  p.query_dtype = dtype_of(query, "query");
+  BICL_CHECK(p.query_dtype == DType::kFloat16 || p.query_dtype == DType::kBFloat16)
+      << "query must be float16 or bfloat16";
+  BICL_CHECK(p.pages.dtype == p.query_dtype || is_fp8(p.pages.dtype))
+      << "query must have the pages' dtype, or the pages must be fp8";
+  p.num_q_heads = static_cast<int>(query.size(1));
+  p.head_dim = static_cast<int>(query.size(2));
+  BICL_CHECK(p.num_q_heads % p.pages.num_kv_heads == 0)
+      << p.num_q_heads << " query heads do not divide among " << p.pages.num_kv_heads << " KV heads";
+  BICL_CHECK(p.head_dim <= p.pages.padded_head_dim)
+      << "head_dim " << p.head_dim << " exceeds the pages' " << p.pages.padded_head_dim;
+  check_cuda(out, "out", device);
+  check_shape(out, "out", {p.sequences.batch, p.num_q_heads, p.head_dim});
+  check_rows(out, "out");
+  BICL_CHECK(dtype_of(out, "out") == p.query_dtype) << "out must have the query's dtype";
+  p.query = query.data_ptr();
+  p.out = out.data_ptr();
+  p.query_token_stride = query.stride(0);
+  p.query_head_stride = query.stride(1);
+  p.out_token_stride = out.stride(0);
+  p.out_head_stride = out.stride(1);
+  p.lse = nullptr;
+  if (lse.has_value()) {
+    const TensorView& t = lse.value();
+    check_cuda(t, "lse", device);
+    check_shape(t, "lse", {p.num_q_heads, p.sequences.batch});
+    check_contiguous(t, "lse");
+    BICL_CHECK(dtype_of(t, "lse") == DType::kFloat32) << "lse must be float32";
+    p.lse = static_cast<float*>(t.data_ptr());
+  }
+  check_cuda(workspace, "workspace", device);
+  check_cuda(counters, "counters", device);
+  check_int(counters, "counters", 32);
+  p.workspace = workspace.data_ptr();
+  p.workspace_bytes = workspace.numel();
+  p.counters = static_cast<int32_t*>(counters.data_ptr());
+  p.num_counters = static_cast<int>(counters.numel());
+  p.scale = static_cast<float>(scale);
+  p.softcap = static_cast<float>(softcap);
+  p.window_left = static_cast<int>(window_left);
+  p.num_sms = device_info(device).num_sms;
+  p.deterministic = deterministic;
+  p.pdl = pdl;
+  p.force_sm80 = force_sm80;
+  p.force_cluster = static_cast<int>(force_cluster);
+  p.force_grid = static_cast<int>(force_grid);
+  DeviceGuard guard(device);
+  decode_attention(p, device, current_stream(device));
+}
+
+}  // namespace bicl

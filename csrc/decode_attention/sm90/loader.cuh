@@ -1,0 +1,63 @@
+// Hopper: one thread a block, plain bulk copies, no tensor map. A head-page as stored is what ldmatrix wants,
+// so a full one is a single copy.
+#pragma once
+
+#include "../traits.cuh"
+
+namespace bicl::decode {
+
+// The pages of one block. Rows past `rows` are not copied.
+struct BlockSource {
+  const char* page[2];  // head-pages; the second only with pages of 32 tokens
+  int rows;             // valid keys in the block, 0 for a filler
+};
+
+struct Sm90Loader {
+  static constexpr int kFullArrivals = 1;
+  static constexpr bool kClusters = true;
+
+  uint64_t policy;
+
+  __device__ Sm90Loader() : policy(ptx::evict_first_policy()) {}
+
+  // Called by the whole warp; the block is lane `turn`'s.
+  template <typename T>
+  __device__ __forceinline__ void load(const BlockSource& block, int turn, int lane, const Pages& pages,
+                                       uint32_t stage, uint32_t full, uint32_t empty, uint32_t parity) {
+    if (lane == turn) {
+      ptx::mbarrier_wait(empty, parity);
+      if (block.rows == 0) {
+        ptx::mbarrier_arrive(full);
+      } else {
+        ptx::mbarrier_expect_tx(full, block.rows * 2 * T::kHeadDim * T::kBytes);
+        const int first_rows = min(block.rows, pages.page_size);
+        copy_page<T>(stage, block.page[0], first_rows, pages, full);
+        if (block.rows > first_rows)
+          copy_page<T>(stage + head_page_bytes(pages), block.page[1], block.rows - first_rows, pages, full);
+      }
+    }
+    __syncwarp();  // in order: a later turn must not see an earlier phase of the same stage
+  }
+
+ private:
+  // The first rows of each tile are a prefix of it, so a partial page costs one copy a tile.
+  template <typename T>
+  __device__ __forceinline__ void copy_page(uint32_t target, const char* source, int rows, const Pages& pages,
+                                            uint32_t full) {
+    if (rows == pages.page_size) {
+      ptx::bulk_copy(target, source, head_page_bytes(pages), full, policy);
+      return;
+    }
+    const int token_tiles = pages.page_size / T::kTile;
+    for (int plane = 0; plane < 2; ++plane)
+      for (int t = 0; t < token_tiles && t * T::kTile < rows; ++t)
+        for (int d = 0; d < T::kDimTiles; ++d) {
+          const int offset =
+              plane * plane_bytes(pages) + z_order(t, d, token_tiles, T::kDimTiles) * T::kTileBytes;
+          ptx::bulk_copy(target + offset, source + offset, min(rows - t * T::kTile, T::kTile) * T::kRowBytes,
+                         full, policy);
+        }
+  }
+};
+
+}  // namespace bicl::decode

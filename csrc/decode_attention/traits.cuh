@@ -1,0 +1,75 @@
+// Compile-time shape of one decode kernel: what is stored, what the tensor cores multiply, who does what.
+#pragma once
+
+#include "../common/layout.cuh"
+#include "../common/numeric.cuh"
+#include "../common/ptx.cuh"
+
+namespace bicl::decode {
+
+constexpr int kBlockKeys = 64;  // keys a ring stage holds: one page of 64 tokens or two of 32
+constexpr int kWarpKeys = 32;   // keys one warp takes of a block
+constexpr float kLowest = -1e30f;  // start of a running maximum; finite, so that differences stay numbers
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// 16-bit elements are multiplied as they are, fp8 as fp16 (exact).
+template <typename Stored>
+struct ComputeOf {
+  using type = Stored;
+};
+template <>
+struct ComputeOf<__nv_fp8_e4m3> {
+  using type = __half;
+};
+template <>
+struct ComputeOf<__nv_fp8_e5m2> {
+  using type = __half;
+};
+
+template <typename Loader_, typename Stored_, int kHeadDim_, int kTile_, int kHeadBlocks_>
+struct Traits {
+  using Loader = Loader_;
+  using Stored = Stored_;
+  using Compute = typename ComputeOf<Stored>::type;
+  static constexpr int kHeadDim = kHeadDim_;        // D, padded
+  static constexpr int kTile = kTile_;              // T
+  static constexpr int kHeadBlocks = kHeadBlocks_;  // blocks of 8 query heads a CTA serves (N = 8 each)
+  static constexpr int kHeads = 8 * kHeadBlocks;
+  static constexpr int kBytes = sizeof(Stored);
+  static constexpr bool kFp8 = kBytes == 1;
+  // fp8 blocks arrive twice as fast and cost more instructions: twice the warps, where they fit.
+  static constexpr int kConsumerWarps = kFp8 && kHeadBlocks * kHeadDim <= 128 ? 8 : 4;
+  static constexpr int kConsumers = 32 * kConsumerWarps;
+  static constexpr int kThreads = kConsumers + 32;
+  // Two warps share a block; block i of a unit belongs to group i % kGroups. A stage must never change
+  // its group (a one-bit parity wait could pass a phase early), so kGroups divides the stage count.
+  static constexpr int kGroups = kConsumerWarps / 2;
+  // Query fragments live in registers where they fit beside the accumulators.
+  static constexpr bool kQueryShared = kHeadBlocks * kHeadDim >= 384;
+  static constexpr int kRowBytes = kTile * kBytes;
+  static constexpr int kTileBytes = kTile * kRowBytes;
+  static constexpr int kDimTiles = kHeadDim / kTile;
+  static constexpr int kStageBytes = 2 * kBlockKeys * kHeadDim * kBytes;
+  static constexpr int kMergeStride = kHeadDim + 4;  // floats; + 4 keeps the accumulator stores conflict-free
+  static constexpr int kMergeFloats = kConsumerWarps * kHeads * kMergeStride;
+  static constexpr int kVectors = kHeads * kHeadDim / 4;                          // float4 of one result
+  static constexpr int kOwned = (kVectors + kConsumers - 1) / kConsumers;         // of them, per thread
+  static constexpr int kPartialFloats = kHeads * kHeadDim + 2 * kHeads;           // one workspace slot
+};
+
+// Shared memory. What has a fixed size comes first, so that its addresses are constants; then the ring, then
+// prefix[batch + 1].
+template <typename T>
+struct SharedPlan {
+  static constexpr int kMaxStages = 16;
+  static constexpr int kMaxContributions = 256;
+  static constexpr int kStats = T::kMergeFloats * 4;                                // float2 [warp][head]
+  static constexpr int kQuery = kStats + T::kConsumerWarps * T::kHeads * 8;         // fragments, if shared
+  static constexpr int kList = kQuery + (T::kQueryShared ? T::kHeads * T::kHeadDim * 2 : 0);
+  static constexpr int kBarriers = kList + kMaxContributions * 4;                   // full, empty of each stage
+  static constexpr int kScalars = kBarriers + kMaxStages * 16;
+  static constexpr int kRing = (kScalars + 16 + 1023) / 1024 * 1024;
+};
+
+}  // namespace bicl::decode

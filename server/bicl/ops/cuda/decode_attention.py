@@ -1,0 +1,66 @@
+"""One query token a sequence over its pages."""
+
+from __future__ import annotations
+
+import torch
+
+from bicl.attention.pool import LayerCache
+from bicl.ops.cuda import library
+from bicl.ops.cuda.workspace import Workspace
+
+__all__ = ["decode_attention"]
+
+
+def decode_attention(
+    query: torch.Tensor,
+    layer: LayerCache,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    workspace: Workspace,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    pdl: bool = False,
+    force_sm80: bool = False,
+    force_cluster: int = 0,
+    force_grid: int = 0,
+) -> None:
+    """Writes ``out`` ``[B, num_q_heads, head_dim]`` and ``lse`` float32 ``[num_q_heads, B]``.
+
+    Args:
+        query: ``[B, num_q_heads, head_dim]`` fp16 or bf16, any strides but 1 in the last dim.
+        workspace: partial results; one stream at a time.
+        deterministic: the result of a sequence depends on nothing but itself.
+        pdl: start before the kernel ahead has ended. Only where that kernel writes nothing this
+            one reads but ``query`` and each sequence's newest token.
+        force_sm80, force_cluster, force_grid: tests and benchmarks.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; the message names them.
+        RuntimeError: the combination is not compiled in, or the launch failed.
+    """
+    library.module().decode_attention(
+        out,
+        lse,
+        query,
+        layer.pages,
+        page_table,
+        cache_seqlens,
+        workspace.partials,
+        workspace.counters,
+        layer.layout.page_size,
+        layer.k_scale,
+        layer.v_scale,
+        scale,
+        softcap,
+        window_left,
+        deterministic,
+        pdl,
+        force_sm80,
+        force_cluster,
+        force_grid,
+    )

@@ -1,0 +1,41 @@
+"""Device memory that kernels need beside their arguments."""
+
+from __future__ import annotations
+
+import torch
+
+from bicl.ops.cuda import library
+
+__all__ = ["Workspace"]
+
+
+class Workspace:
+    """Partial results and arrival counters of split attention.
+
+    Allocated once, outside CUDA graphs. Counters are zero between launches: each launch resets
+    what it used. After a failed launch they are not to be trusted; the process should end. Two
+    streams must never run kernels over one workspace at the same time.
+
+    Args:
+        device: where the pages live.
+        padded_head_dim: largest of the layers.
+        group: largest number of query heads a KV head serves.
+        max_pairs: largest ``batch * num_q_heads`` of a step.
+        deterministic: room for the finer cuts of that mode.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        padded_head_dim: int,
+        group: int,
+        max_pairs: int,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        num_bytes = library.module().decode_workspace_bytes(
+            padded_head_dim, group, deterministic, num_sms
+        )
+        self.partials = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.counters = torch.zeros(max_pairs, dtype=torch.int32, device=device)
