@@ -170,10 +170,11 @@ class CacheManager:
             resumed: this sequence was preempted; finding its own pages is no hit worth counting.
 
         Returns:
-            None if there is no room now, even after evicting all that may be evicted.
+            None if there is no room now, even after evicting all that may be evicted. With no
+            other live sequence only pins can be in the way.
 
         Raises:
-            CapacityError: ``token_ids`` can never fit, or not beside the pins without an expiry.
+            CapacityError: ``token_ids`` can never fit.
             InvalidInputError: no tokens, or not integers.
         """
         ids = pack_ids(token_ids)
@@ -182,10 +183,8 @@ class CacheManager:
             raise InvalidInputError("a sequence needs at least one token")
         self._refuse_oversize(length)
         room = length if num_tokens is None else min(max(num_tokens, 1), length)
-        match = self._match(ids, namespace, reuse)
-        seq = self._lock_and_allocate(match, namespace, room)
+        seq = self._lock_and_allocate(self._match(ids, namespace, reuse), namespace, room)
         if seq is None:
-            self._refuse_pinned_out(length, match.pages if match else [])
             self.stats.refusals += 1
             return None
         matched_bytes = seq._num_indexed_pages * self.page_size * ID_BYTES
@@ -207,7 +206,7 @@ class CacheManager:
         """Make room for ``num_tokens`` tokens in all. False: no room now, nothing changed.
 
         Raises:
-            CapacityError: so many tokens can never fit, or not beside the pins without an expiry.
+            CapacityError: so many tokens can never fit.
             InvalidInputError: ``seq`` is not live here.
         """
         self._check_live(seq)
@@ -217,7 +216,6 @@ class CacheManager:
         self._refuse_oversize(num_tokens)
         pages = self._allocate(missing)
         if pages is None:
-            self._refuse_pinned_out(num_tokens, seq.page_ids)
             self.stats.refusals += 1
             return False
         seq.page_ids += pages
@@ -436,16 +434,6 @@ class CacheManager:
                 f"{num_tokens} tokens need {self.pages_for(num_tokens)} pages of {self.page_size}; "
                 f"the cache has {self.usable_pages} ({self.max_tokens} tokens). "
                 "Shorten the request or give the cache more memory"
-            )
-
-    def _refuse_pinned_out(self, num_tokens: int, own_pages: list[int]) -> None:
-        """Raise if waiting cannot help, because pins that never expire hold what is missing."""
-        pinned = len(self._pins.pages(lasting=True).difference(own_pages))
-        if self.pages_for(num_tokens) > self.usable_pages - pinned:
-            raise CapacityError(
-                f"{num_tokens} tokens need {self.pages_for(num_tokens)} pages; pins without an "
-                f"expiry hold {pinned} of {self.usable_pages}; "
-                "unpin a prefix or shorten the request"
             )
 
     def _check_live(self, seq: SequencePages) -> None:

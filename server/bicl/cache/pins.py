@@ -40,6 +40,7 @@ class PinTable:
 
     def pin(self, ids: PackedIds, namespace: Namespace, ttl_seconds: float) -> int:
         """Pin the whole pages of ``ids`` that are cached; see :meth:`CacheManager.pin`."""
+        self.expire()
         match = self._index.match(namespace, ids, len(ids) // ID_BYTES)
         if match is None or not match.pages:
             return 0
@@ -80,15 +81,9 @@ class PinTable:
         """The node each pin locks."""
         return (pin.node for pin in self._pins.values())
 
-    def pages(self, *, lasting: bool = False) -> set[int]:
-        """Pages under a pin; with ``lasting`` only those whose pin never expires."""
-        return {
-            page
-            for pin in self._pins.values()
-            if not lasting or pin.expires == math.inf
-            for node in pin.node.path()
-            for page in node.pages
-        }
+    def pages(self) -> set[int]:
+        """Pages under a pin."""
+        return {page for lock in self.nodes() for node in lock.path() for page in node.pages}
 
     def _refuse_above_limit(self, pages: list[int]) -> None:
         total = len(self.pages().union(pages))

@@ -126,21 +126,31 @@ def test_pins_cannot_take_the_whole_pool(pool) -> None:
     pool.check()
 
 
-def test_request_that_pins_keep_out_for_good_is_refused_not_left_waiting(pool) -> None:  # A34
-    pool.serve(tokens(128), [])
-    pool.manager.pin(tokens(128))
-    with pytest.raises(CapacityError, match="unpin"):
-        pool.manager.acquire(tokens(7 * PAGE, start=9000))
-    assert pool.manager.acquire(tokens(7 * PAGE)) is not None  # shares what is pinned
-    pool.check()
+def test_pins_that_are_over_leave_room_for_new_ones(pool, clock) -> None:
+    pool.serve(tokens(256), [])
+    pool.manager.pin(tokens(256), ttl_seconds=5)
+    pool.serve(tokens(128, start=9000), [])
+    with pytest.raises(CapacityError):
+        pool.manager.pin(tokens(128, start=9000))
+    clock.now = 5
+    assert pool.manager.pin(tokens(128, start=9000)) == 128
 
 
-def test_request_that_pins_keep_out_for_a_time_waits(pool, clock) -> None:
+def test_request_that_pins_keep_out_waits_until_they_end(pool, clock) -> None:
     pool.serve(tokens(128), [])
     pool.manager.pin(tokens(128), ttl_seconds=5)
-    assert pool.manager.acquire(tokens(7 * PAGE, start=9000)) is None
+    large = tokens(7 * PAGE, start=9000)
+    assert pool.manager.acquire(large) is None
+    assert pool.manager.gauges().pinned_pages == 2
     clock.now = 5
-    assert pool.manager.acquire(tokens(7 * PAGE, start=9000)) is not None
+    assert pool.manager.acquire(large) is not None
+
+
+def test_request_that_shares_what_is_pinned_needs_no_room_for_it(pool) -> None:
+    pool.serve(tokens(128), [])
+    pool.manager.pin(tokens(128))
+    assert pool.manager.acquire(tokens(8 * PAGE)) is not None
+    pool.check()
 
 
 @pytest.mark.parametrize("ttl", [0, -1, float("nan")])
