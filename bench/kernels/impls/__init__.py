@@ -83,10 +83,10 @@ class Registry:
 
 def load() -> Registry:
     """Import every contestant. A peer that is not installed is listed as missing."""
-    from bench.kernels.impls import bicl, flash_attention3, flashinfer, sdpa
+    from bench.kernels.impls import bicl, bicl_token_major, flash_attention3, flashinfer, sdpa
 
     registry = Registry()
-    for module in (bicl, flashinfer, flash_attention3, sdpa):
+    for module in (bicl, bicl_token_major, flashinfer, flash_attention3, sdpa):
         try:
             module.register(registry)
         except ImportError as error:

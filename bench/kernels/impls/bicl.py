@@ -23,12 +23,12 @@ from bicl.ops.cuda.decode_attention import decode_attention
 from bicl.ops.cuda.store_kv import store_kv
 from bicl.ops.cuda.workspace import Workspace
 
-__all__ = ["NAME", "key_value", "register"]
+__all__ = ["NAME", "PAGE", "SCALE", "key_value", "pages_of", "register", "workspace"]
 
 NAME = "bicl"
-_PAGE = 64
+PAGE = 64
 _MAX_PAIRS = 256 * 64
-_SCALE = HEAD_DIM**-0.5
+SCALE = HEAD_DIM**-0.5
 _FP8 = torch.float8_e4m3fn
 
 
@@ -51,19 +51,16 @@ def register(registry: Registry) -> None:
     registry.launch["bicl-decode"] = lambda batch: _decode({}, batch).calls[0]
     registry.launch["bicl-store"] = _store_call
     registry.store = store_kv
-    registry.missing["token-major"] = (
-        "the kernels read BICL pages only; the layout's share was measured with the prototype"
-    )
 
 
 @cache
-def _workspace(device: torch.device, deterministic: bool) -> Workspace:
+def workspace(device: torch.device, deterministic: bool) -> Workspace:
     return Workspace(device, HEAD_DIM, 8, _MAX_PAIRS, deterministic=deterministic)
 
 
-def _pages(batch: PagedBatch, dtype: torch.dtype) -> LayerCache:
+def pages_of(batch: PagedBatch, dtype: torch.dtype) -> LayerCache:
     layout = PageLayout(batch.heads.kv, HEAD_DIM, dtype)
-    return batch.arena.tiles(layout, batch.num_pages(_PAGE))
+    return batch.arena.tiles(layout, batch.num_pages(PAGE))
 
 
 def _decode(
@@ -72,10 +69,10 @@ def _decode(
     dtype: torch.dtype = torch.bfloat16,
     tables: list[torch.Tensor] | None = None,
 ) -> Prepared:
-    layer = _pages(batch, dtype)
-    tables = batch.page_tables(_PAGE) if tables is None else tables
+    layer = pages_of(batch, dtype)
+    tables = batch.page_tables(PAGE) if tables is None else tables
     out = torch.empty_like(batch.query)
-    workspace = _workspace(batch.arena.device, flags.get("deterministic", False))
+    space = workspace(batch.arena.device, flags.get("deterministic", False))
 
     def call(table: torch.Tensor) -> torch.Tensor:
         decode_attention(
@@ -83,9 +80,9 @@ def _decode(
             layer,
             table,
             batch.cache_seqlens,
-            workspace,
+            space,
             out=out,
-            scale=_SCALE,
+            scale=SCALE,
             **flags,
         )
         return out
@@ -97,14 +94,14 @@ def _decode(
 def _newest(batch: PagedBatch, table: torch.Tensor) -> torch.Tensor:
     """Slot of each sequence's last token, int64 ``[batch]``."""
     last = batch.cache_seqlens.long() - 1
-    pages = table.gather(1, (last // _PAGE)[:, None])[:, 0].long()
-    return pages * _PAGE + last % _PAGE
+    pages = table.gather(1, (last // PAGE)[:, None])[:, 0].long()
+    return pages * PAGE + last % PAGE
 
 
 def _layer(pdl: bool, batch: PagedBatch) -> Prepared:
-    tables = batch.page_tables(_PAGE)
+    tables = batch.page_tables(PAGE)
     prepared = _decode({"pdl": pdl}, batch, tables=tables)
-    layer = _pages(batch, torch.bfloat16)
+    layer = pages_of(batch, torch.bfloat16)
     shape = (len(batch.lengths), batch.heads.kv, HEAD_DIM)
     key, value = (torch.randn_like(batch.query[:, : batch.heads.kv]).view(shape) for _ in range(2))
     slots = [_newest(batch, table) for table in tables]
@@ -118,7 +115,7 @@ def _layer(pdl: bool, batch: PagedBatch) -> Prepared:
 
 
 def _store_call(batch: PagedBatch) -> Callable[[], object]:
-    layer, table = _pages(batch, torch.bfloat16), batch.page_tables(_PAGE)[0]
+    layer, table = pages_of(batch, torch.bfloat16), batch.page_tables(PAGE)[0]
     rows = torch.randn_like(batch.query[:, : batch.heads.kv])
     return partial(store_kv, layer, rows, rows, _newest(batch, table))
 

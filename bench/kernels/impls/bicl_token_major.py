@@ -1,0 +1,94 @@
+"""Our decode kernel on token-major pages, built from ``bench/kernels/token_major.cu``.
+
+``python -m bench.kernels.impls.bicl_token_major`` builds it; ``make bench-kernels`` does so first.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.kernels.arena import PagedBatch
+from bench.kernels.impls import Contestant, Prepared, Registry
+from bench.kernels.impls.bicl import PAGE, SCALE, pages_of, workspace
+from bench.kernels.shapes import HEAD_DIM
+
+__all__ = ["LIBRARY", "NAME", "build", "register"]
+
+NAME = "token-major"
+_ROOT = Path(__file__).resolve().parents[3]
+_SOURCE = _ROOT / "bench" / "kernels" / "token_major.cu"
+LIBRARY = _ROOT / "build" / "bench" / "libbicl_token_major.so"
+
+
+def build() -> None:
+    """Compile for Hopper, the card whose layout question it answers.
+
+    Raises:
+        FileNotFoundError, CalledProcessError: nvcc is absent or refuses.
+    """
+
+    def flags(what: str) -> list[str]:
+        command = [sys.executable, "-m", "tvm_ffi.config", what]
+        return shlex.split(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        )
+
+    include = [flag for flag in flags("--cxxflags") if flag.startswith("-I")]
+    LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        [
+            *("nvcc", "-shared", "-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr"),
+            *("-gencode", "arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC"),
+            *("-Xptxas", "-v", "-I", str(_ROOT / "csrc"), *include),
+            *("-o", str(LIBRARY), str(_SOURCE), *flags("--ldflags"), "-ltvm_ffi"),
+        ],
+        check=True,
+    )
+
+
+def register(registry: Registry) -> None:
+    if not LIBRARY.exists():
+        raise ImportError(f"{LIBRARY.name} is not built; run `python -m {__name__}` (needs nvcc)")
+    registry.decode.append(Contestant(NAME, _decode))
+
+
+@cache
+def _module() -> Any:
+    import tvm_ffi
+
+    return tvm_ffi.load_module(str(LIBRARY))
+
+
+def _decode(batch: PagedBatch) -> Prepared:
+    layer = pages_of(batch, torch.bfloat16)
+    tables = batch.page_tables(PAGE)
+    out = torch.empty_like(batch.query)
+    space = workspace(batch.arena.device, False)
+    run = _module().decode_attention
+
+    def call(table: torch.Tensor) -> torch.Tensor:
+        run(
+            *(out, None, batch.query, layer.pages, table, batch.cache_seqlens),
+            *(space.partials, space.counters, PAGE, 1.0, 1.0, SCALE, 0.0, -1),
+            *(False, False, False, 0, 0),
+        )
+        return out
+
+    def key_value(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = tables[0][index, : batch.pages(PAGE)[index]].long()
+        shape = (layer.num_pages, 2, PAGE, batch.heads.kv, HEAD_DIM)
+        rows = layer.pages.view(shape)[ids].transpose(0, 1).flatten(1, 2)
+        return rows[0, : batch.lengths[index]], rows[1, : batch.lengths[index]]
+
+    return Prepared([partial(call, table) for table in tables], key_value)
+
+
+if __name__ == "__main__":
+    build()
