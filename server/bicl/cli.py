@@ -1,0 +1,114 @@
+"""The command line: ``bicl serve``, ``bicl doctor``, ``bicl --version``."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Annotated, Any
+
+import typer
+
+import bicl
+from bicl.config import REFUSED_SETTINGS, ServerConfig, Setting, settings
+from bicl.errors import BiclError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="A KV cache of tensor-core-ready tiles: serve a model, or ask what this machine can run.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # its table cuts long flag names off
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_VALUELESS = frozenset({"ngrok", "disable_custom_kernels"})
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bicl {bicl.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_show_version, is_eager=True, help="Show version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def _serve(**flags: object) -> None:
+    """Serve a model over HTTP with text-generation-inference's API.
+
+    Every flag can come from the environment, under the name in brackets; a flag wins.
+    """
+    config = ServerConfig.from_sources(flags)
+    if config.huggingface_hub_cache is not None:
+        os.environ["HF_HUB_CACHE"] = config.huggingface_hub_cache  # read when the hub is imported
+    from bicl.frontends.http.serve import serve  # loads torch: not for --help
+
+    serve(config)
+
+
+def _option(setting: Setting) -> inspect.Parameter:
+    shown = "" if setting.default in (None, "", False) else f" Default: {setting.default}."
+    names = [setting.flag, *setting.aliases]
+    if setting.type is bool and setting.default is True:
+        names[0] = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"
+    option = typer.Option(
+        *names,
+        help=f"{setting.help}{shown} [{setting.env}]",
+        show_default=False,
+        metavar="|".join(setting.choices) if setting.choices else None,
+    )
+    return _parameter(setting.name, setting.type, option)
+
+
+def _refused_option(name: str) -> inspect.Parameter:
+    option = typer.Option("--" + name.replace("_", "-"), hidden=True)
+    return _parameter(name, bool if name in _VALUELESS else str, option)
+
+
+def _parameter(name: str, kind: type, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
+
+
+# The settings are listed once, in bicl.config; the command's signature is made from that list.
+_serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [_option(setting) for setting in settings()]
+    + [_refused_option(name) for name in REFUSED_SETTINGS]
+)
+app.command("serve")(_serve)
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what this machine can run, and why not. Exits 1 if it cannot serve."""
+    from bicl.doctor import examine, print_report
+
+    report = examine()
+    print_report(report, as_json=json)
+    raise typer.Exit(0 if report.usable else 1)
+
+
+def main() -> None:
+    """Entry point; errors that we raise on purpose are one line, not a traceback."""
+    try:
+        app()
+    except BiclError as error:
+        typer.secho(f"error: {error}", err=True, fg="red")
+        raise SystemExit(1) from None

