@@ -32,6 +32,7 @@ test-gpu: install-dev kernels ## run the kernel tests on this machine's GPU
 	$(PYTEST) tests/kernels $(ARGS)
 
 bench-kernels: install-dev kernels ## measure the kernels and installed peers on this machine's GPU
+	$(BIN)/python -m bench.kernels.impls.bicl_token_major
 	$(BIN)/python -m bench.kernels --out bench/results/kernels-h200.json $(ARGS)
 
 check: format lint typecheck ## what must pass before a commit, tests aside

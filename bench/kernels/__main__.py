@@ -45,6 +45,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION"
     )
+    parser.add_argument("--commit", help="of the sources, where there is no repository to ask")
     parser.add_argument("--heads", nargs="+", default=[str(heads) for heads in HEADS])
     parser.add_argument("--decode-shapes", nargs="+", default=list(DECODE_SHAPES))
     parser.add_argument("--prefill-shapes", nargs="+", default=list(PREFILL_SHAPES))
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     torch.manual_seed(0)
     registry = load()
-    report = Report(options.out, machine.describe(registry.versions))
+    report = Report(options.out, machine.describe(registry.versions, options.commit))
     report.meta["missing"] = registry.missing
     _log(f"contestants: {[c.name for c in registry.decode]}; missing: {registry.missing}")
     arena = Arena(_ARENA_BYTES)

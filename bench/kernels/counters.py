@@ -35,12 +35,20 @@ METRICS = {
     "load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
     "load_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
     "issue_pct": "sm__inst_issued.avg.pct_of_peak_sustained_active",
+    "tensor_pct": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "warps_pct": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
 
 _HEADS = (Heads(32, 8), Heads(32, 32))
 _SHAPES = ("1x4096", "32x4096")
-_IMPLS = ("bicl", "token-major", "flashinfer-p1", "flashinfer-p1-tc", "fa3-p64", "sdpa-cudnn")
+_IMPLS = (
+    "bicl",
+    "token-major",
+    "flashinfer-p1",
+    "flashinfer-p1-tc",
+    "fa3-p64",
+    "sdpa-cudnn",
+)
 CASES = tuple(f"{impl} {shape} {heads}" for heads in _HEADS for shape in _SHAPES for impl in _IMPLS)
 
 
@@ -84,6 +92,7 @@ def summarise_case(case: str, rows: Iterable[Mapping[str, str]]) -> dict[str, An
         "sectors_per_l2_request": _ratio(values["l2_sectors"], values["l2_requests"]),
         "sectors_per_load": _ratio(values["load_sectors"], values["load_requests"]),
         "issue_pct": values["issue_pct"],
+        "tensor_pct": values["tensor_pct"],
         "warps_pct": values["warps_pct"],
     }
 
@@ -140,6 +149,7 @@ def _child() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("bench/results/counters-h200.json"))
+    parser.add_argument("--commit", help="of the sources, where there is no repository to ask")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -150,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = _profile(options.out.with_suffix(".csv"))
     found = {case: summarise_case(case, rows) for case in CASES}
     document = {
-        "meta": machine.describe({}) | {"metrics": METRICS, "caches": "flushed before each kernel"},
+        "meta": machine.describe({}, options.commit)
+        | {"metrics": METRICS, "caches": "flushed before each kernel"},
         "missing": [case for case, result in found.items() if result is None],
         "rows": [result for result in found.values() if result is not None],
     }

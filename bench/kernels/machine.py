@@ -44,8 +44,8 @@ def card_state() -> dict[str, str]:
     return dict(zip(fields.split(","), _smi(fields) or [], strict=False))
 
 
-def describe(peer_versions: dict[str, str]) -> dict[str, Any]:
-    """The ``meta`` of a result file."""
+def describe(peer_versions: dict[str, str], revision: str | None = None) -> dict[str, Any]:
+    """The ``meta`` of a result file; ``revision`` where the sources carry no history."""
     properties = torch.cuda.get_device_properties(0)
     now = datetime.datetime.now(datetime.UTC)
     return {
@@ -57,7 +57,7 @@ def describe(peer_versions: dict[str, str]) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "peers": peer_versions,
-        "commit": commit(),
+        "commit": revision or commit(),
         "date": now.isoformat(timespec="seconds"),
         "command": " ".join(["python", "-m", "bench.kernels", *sys.argv[1:]]),
         "card_before": card_state(),
