@@ -180,6 +180,20 @@ def test_shared_stem_outlives_its_branches() -> None:
     assert pool.manager.cached_tokens(tokens(129)) == 128
 
 
+def test_sequence_protects_only_the_prefix_that_it_shares() -> None:
+    pool = SimulatedPool(CacheManager(8, PAGE))
+    first = pool.start(tokens(320), num_tokens=128)
+    pool.step(first, 128, [])
+    second = pool.start(tokens(128) + [7] * 64)
+    assert pool.grow(first, 320)
+    pool.step(first, 192, [])
+    pool.finish(first)
+    gauges = pool.manager.gauges()
+    assert (gauges.in_use_pages, gauges.cached_pages) == (3, 3)
+    assert pool.grow(second, 8 * PAGE)
+    pool.check()
+
+
 def test_eviction_age_is_counted() -> None:
     now = [0.0]
     pool = SimulatedPool(CacheManager(2, PAGE, clock=lambda: now[0]))
