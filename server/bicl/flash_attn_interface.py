@@ -391,6 +391,9 @@ def flash_attn_with_kvcache(
         )
     else:
         call.refuse_without_append(
-            cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin
+            cu_seqlens_k_new=cu_seqlens_k_new,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_seqlens=rotary_seqlens,
         )
     return attend(call.queries, call.keys(), options, return_softmax_lse)

@@ -45,8 +45,13 @@ class Places:
         number = page * self.size + position % self.size
         return torch.where(position < self.capacity, number, -1)
 
-    def check_lengths(self, lengths: torch.Tensor) -> None:
-        """Refuse lengths above the capacity, where that needs no wait for a device."""
+    def check(
+        self, lengths: torch.Tensor, num_pages: int, leftpad: torch.Tensor | None = None
+    ) -> None:
+        """Refuse lengths above the capacity and page ids outside the cache that are in use.
+
+        Only where that needs no wait for a device.
+        """
         if lengths.device.type != "cpu" or not lengths.numel():
             return
         longest = int(lengths.max())
@@ -57,6 +62,18 @@ class Places:
             )
         if int(lengths.min()) < 0:
             raise InvalidInputError(f"cache_seqlens must not be negative, got {lengths.tolist()}")
+        first_token = torch.arange(self.table.shape[1]) * self.size
+        used = first_token < lengths[:, None]
+        if leftpad is not None:
+            used &= first_token + self.size > leftpad[:, None]
+        wrong = used & ((self.table < 0) | (self.table >= num_pages))
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            raise InvalidInputError(
+                f"page_table[{row}, {column}] is {int(self.table[row, column])}, but the cache has "
+                f"pages 0..{num_pages - 1}; the sequence has {int(lengths[row])} tokens, so this "
+                "entry is in use"
+            )
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def attend(queries: Queries, keys: Keys, options: Options, return_lse: bool) -> 
         batch = queries.starts.shape[0] - 1
         out = out.reshape(batch, queries.longest, *out.shape[1:])
         if lse is not None:
-            lse = lse.view(-1, batch, queries.longest).transpose(0, 1)
+            lse = lse.view(lse.shape[0], batch, queries.longest).transpose(0, 1)
     out = out.contiguous()
     return out if lse is None else (out, lse.contiguous())
 

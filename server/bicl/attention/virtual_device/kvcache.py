@@ -50,6 +50,7 @@ class KVCacheCall:
         self._layer: LayerCache | None = None
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
         if isinstance(k_cache, LayerCache):
+            self._num_pages = k_cache.num_pages
             self._layer = _handle(k_cache, v_cache, self.queries, options, cache_leftpad)
             self._head_dims = (k_cache.layout.head_dim,) * 2
             self._num_heads = k_cache.layout.num_kv_heads
@@ -57,15 +58,16 @@ class KVCacheCall:
             require(page_table is not None, "a LayerCache needs page_table")
         else:
             self._rows = _token_major(k_cache, v_cache, self.queries)
+            self._num_pages = k_cache.shape[0]
             self._head_dims = (k_cache.shape[-1], self._rows[1].shape[-1])
             self._num_heads = k_cache.shape[2]
             size = k_cache.shape[1]
         check_groups(q.shape[-2], self._num_heads)
         self._places = Places(self._table(page_table, cache_batch_idx, k_cache), size)
-        self._lengths = self._known_lengths(cache_seqlens)
         self._leftpad = cache_leftpad
         if cache_leftpad is not None:
             check_tensor("cache_leftpad", cache_leftpad, (self._batch,), INT32, self._device)
+        self._lengths = self._known_lengths(cache_seqlens)
         self._has_lengths = cache_seqlens is not None
 
     def _table(
@@ -108,7 +110,7 @@ class KVCacheCall:
                 (self._batch,), cache_seqlens, dtype=torch.int32, device=self._device
             )
         check_tensor("cache_seqlens", cache_seqlens, (self._batch,), INT32, self._device)
-        self._places.check_lengths(cache_seqlens)
+        self._places.check(cache_seqlens, self._num_pages, self._leftpad)
         return cache_seqlens
 
     def refuse_without_append(self, **arguments: torch.Tensor | None) -> None:
@@ -133,7 +135,7 @@ class KVCacheCall:
         require(self._has_lengths, "cache_seqlens is needed to append k and v")
         key, value, starts = self._new_rows(k, v, cu_seqlens_k_new)
         lengths = self._lengths + starts.diff()
-        self._places.check_lengths(lengths)
+        self._places.check(lengths, self._num_pages, self._leftpad)
         sequence = sequence_of_rows(starts, key.shape[0])
         nth = torch.arange(key.shape[0], device=self._device) - starts.long()[sequence]
         rotary = self._rotary(rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
