@@ -73,6 +73,10 @@ def _bars(axes: Any, groups: Sequence[str], series: Mapping[str, list[float | No
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _legend(axes: Any) -> None:
+    axes.legend(frameon=False, fontsize=8, ncols=7, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = Path("bench/results/kernels-h200.json")
@@ -94,27 +98,20 @@ def draw(rows: Rows, meta: Mapping[str, Any], picture: Path) -> None:
     measured = {impl: over_floor(rows, impl) for impl in _DECODE_ALL}
     _bars(decode, list(DECODE_SHAPES), _present(measured))
     decode.axhline(1.0, color="black", linewidth=1, linestyle="--")
-    decode.annotate(
-        "one cold read of the same bytes",
-        (0.0, 1.0),
-        (0, 3),
-        fontsize=8,
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
+    decode.set_ylabel("time / one cold read of the same bytes\n(less is better)")
+    decode.set_title(
+        f"Decode, batch x context, {MAIN_HEADS} heads, head_dim 128, bf16, cold KV", pad=26
     )
-    decode.set_ylabel("time / floor (less is better)")
-    decode.set_title(f"Decode, batch x context, {MAIN_HEADS} heads, head_dim 128, bf16, cold KV")
-    decode.legend(frameon=False, fontsize=9)
+    _legend(decode)
     _bars(prefill, list(PREFILL_SHAPES), _present({i: rates(rows, i) for i in _PREFILL}))
     prefill.set_ylabel("TFLOP/s (more is better)")
-    prefill.set_title("Prefill, new + cached tokens, causal, paged KV")
-    prefill.legend(frameon=False, fontsize=9, loc="upper right")
+    prefill.set_title("Prefill, new + cached tokens, causal, paged KV", pad=26)
+    _legend(prefill)
     figure.text(
-        0.995,
-        0.002,
+        0.005,
+        0.003,
         f"{meta.get('card')}, torch {meta.get('torch')}, {str(meta.get('date'))[:10]}, "
         f"commit {meta.get('commit')}",
-        ha="right",
         fontsize=7,
         color="#666666",
     )
