@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from bicl.cache.keys import Namespace
+from bicl.cache.keys import Namespace, chain_key
 from bicl.cache.manager import BASE, CacheManager
 from bicl.cache.sequence import SequencePages
 
@@ -99,6 +99,7 @@ class SimulatedPool:
     def check(self) -> None:
         """Accounting holds, and every live sequence reads what was computed for its tokens."""
         self.manager.check_integrity()
+        self._check_keys()
         for run in self.runs:
             copied = sum(copy.num_tokens for copy in run.seq.pending_copies)
             start = len(run.tokens) - copied
@@ -108,6 +109,17 @@ class SimulatedPool:
             for copy in run.seq.pending_copies:
                 assert copy.target == run.seq.page_ids[start // self.page_size]
                 assert self.contents[copy.source][: copy.num_tokens] == run.digests[start:]
+
+    def _check_keys(self) -> None:
+        """Each indexed page is called by the chain of all ids up to it, however it came there."""
+        index = self.manager._index
+        for root in index.roots.values():
+            for node in root.subtree():
+                key = node.parent.keys[-1] if node.parent else node.keys[0]
+                for number, name in enumerate(node.keys if node.parent else []):
+                    page_ids = node.ids[number * index.page_bytes :][: index.page_bytes]
+                    key = chain_key(key, bytes(page_ids), index._hash)
+                    assert name == key
 
     def _follow(self, run: Run, token: int) -> None:
         before = run.digests[-1] if run.digests else repr(run.namespace).encode()

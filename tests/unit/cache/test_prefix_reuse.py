@@ -159,6 +159,7 @@ def test_tokens_after_duplicate_pages_are_still_indexed(pool) -> None:
     first, second = pool.start(tokens(130)), pool.start(tokens(200))
     pool.step(first, 130, [])
     pool.step(second, 200, [])
+    pool.check()
     pool.finish(first)
     pool.finish(second)
     assert pool.serve(tokens(200), []) == 192
@@ -170,6 +171,13 @@ def test_uncommitted_tokens_are_never_reused(pool) -> None:  # A63
     pool.write_rejected(run, 92)
     pool.finish(run)
     assert pool.serve(tokens(192), []) == 100
+
+
+def test_failed_request_leaves_only_the_pages_of_its_good_steps(pool) -> None:
+    run = pool.start(tokens(192))
+    pool.step(run, 100, [])
+    pool.finish(run, keep=False)
+    assert pool.serve(tokens(192), []) == 64
 
 
 def test_request_ended_before_its_copy_was_issued_leaves_no_half_page(pool) -> None:
@@ -191,6 +199,16 @@ def test_copy_source_survives_eviction_until_the_copy_is_issued() -> None:  # A1
     pool.issue_copies(run)
     assert pool.grow(run, 192)
     pool.step(run, 91, [])
+    pool.check()
+
+
+def test_source_of_a_pending_copy_stays_although_a_longer_page_covers_it(pool) -> None:
+    pool.serve(tokens(100), [])
+    waiting = pool.start([*tokens(90), 7])
+    pool.serve(tokens(128), [])
+    pool.check()
+    pool.issue_copies(waiting)
+    pool.step(waiting, 1, [])
     pool.check()
 
 
