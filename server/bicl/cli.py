@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 import bicl
-from bicl.config import REFUSED_SETTINGS, ServerConfig, Setting, settings
+from bicl.config import ServerConfig, settings
 from bicl.errors import BiclError
+from bicl.settings import REFUSED_SETTINGS, Setting
 
 __all__ = ["app", "main"]
 

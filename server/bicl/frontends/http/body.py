@@ -6,6 +6,7 @@ JSON of another shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine
 from email.message import Message
 from typing import Any
@@ -43,6 +44,8 @@ class _JsonRequest(Request):
             self._json = from_json(self._body, allow_inf_nan=False)
         except ValueError as error:
             raise BodyError(400, f"{MALFORMED}{error}") from None
+        if _overflows(self._json):
+            raise BodyError(400, f"{MALFORMED}number out of range")
 
     async def _read(self, limit: int) -> bytes:
         body = bytearray()
@@ -80,11 +83,18 @@ def answer_body_error(_: Request, error: Exception) -> Response:
 def answer_wrong_shape(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    if first["type"] == "finite_number":
-        return PlainTextResponse(f"{MALFORMED}number out of range", 400)
     path = ".".join(str(part) for part in first["loc"][1:])
     text = first["msg"].removeprefix("Value error, ")
     return PlainTextResponse(f"{WRONG_SHAPE}{path}: {text}" if path else WRONG_SHAPE + text, 422)
+
+
+def _overflows(value: Any) -> bool:
+    """Whether a number such as 1e400 became infinite; serde refuses it as it reads."""
+    if isinstance(value, float):
+        return value in (math.inf, -math.inf)
+    if isinstance(value, dict):
+        return any(_overflows(each) for each in value.values())
+    return isinstance(value, list) and any(_overflows(each) for each in value)
 
 
 def _is_json(content_type: str) -> bool:

@@ -32,7 +32,7 @@ def shortest_f32(value: float | None) -> float | None:
     return single
 
 
-F32 = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_to_f32)]
+F32 = Annotated[float, AfterValidator(_to_f32)]
 I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]

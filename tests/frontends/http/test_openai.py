@@ -1,0 +1,435 @@
+"""``/v1/chat/completions``, ``/v1/completions``, ``/chat_tokenize``."""
+
+import json
+
+import pytest
+from fake_engine import FakeEngine
+from starlette.testclient import TestClient
+from transformers import PreTrainedTokenizerFast
+
+HELLO = [{"role": "user", "content": "hello"}]
+PROMPT = "<user>hello\n<assistant>"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a town",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string"}},
+            "required": ["town"],
+        },
+    },
+}
+
+
+def data_of(text: str) -> list:
+    blocks = text.split("\n\n")
+    assert blocks.pop() == ""
+    assert blocks.pop() == "data: [DONE]"
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+def script(engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    engine._script = tokenizer.encode(text)
+
+
+def test_a_chat_answer_has_tgis_fields_and_cached_tokens(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    engine.cached_tokens = 3
+    body = {"messages": HELLO, "max_tokens": 2}
+    response = client.post("/v1/chat/completions", json=body)
+    answer = response.json()
+    assert list(answer) == [
+        "object",
+        "id",
+        "created",
+        "model",
+        "system_fingerprint",
+        "choices",
+        "usage",
+    ]
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "<u"},
+            "logprobs": None,
+            "finish_reason": "length",
+        }
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": len(PROMPT),
+        "completion_tokens": 2,
+        "total_tokens": len(PROMPT) + 2,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    assert (answer["object"], answer["id"]) == ("chat.completion", "")
+    assert answer["model"] == "fake/model"
+    assert response.headers["x-cached-tokens"] == "3"
+
+
+def test_a_chat_request_names_its_model_but_gets_the_one_that_is_served(
+    client: TestClient,
+) -> None:
+    def model(name: str | None) -> str:
+        body = {"messages": HELLO, "max_tokens": 1, "model": name}
+        return client.post("/v1/chat/completions", json=body).json()["model"]
+
+    assert [model(None), model("tgi"), model("gpt-4")] == ["fake/model", "fake/model", "gpt-4"]
+
+
+def test_chat_chunks_end_with_a_reason_usage_and_done(client: TestClient) -> None:
+    body = {
+        "messages": HELLO,
+        "max_tokens": 2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    response = client.post("/v1/chat/completions", json=body)
+    first, second, usage = data_of(response.text)
+    assert list(first) == [
+        "object",
+        "id",
+        "created",
+        "model",
+        "system_fingerprint",
+        "choices",
+        "usage",
+    ]
+    assert first["choices"] == [
+        {
+            "index": 0,
+            "delta": {"role": "assistant", "content": "<"},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+    ]
+    assert first["usage"] is None
+    assert second["choices"][0]["finish_reason"] == "length"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 2
+    del body["stream_options"]
+    assert len(data_of(client.post("/v1/chat/completions", json=body).text)) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs(client: TestClient, stream: bool) -> None:
+    body = {"messages": HELLO, "max_tokens": 1, "logprobs": True, "top_logprobs": 2}
+    response = client.post("/v1/chat/completions", json={**body, "stream": stream})
+    answer = data_of(response.text)[0] if stream else response.json()
+    assert answer["choices"][0]["logprobs"] == {
+        "content": [
+            {
+                "token": "<",
+                "logprob": -0.1,
+                "top_logprobs": [
+                    {"token": "<", "logprob": -0.25},
+                    {"token": "<", "logprob": -1.25},
+                ],
+            }
+        ]
+    }
+
+
+def test_temperature_zero_is_greedy_and_anything_else_samples(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    for temperature in (0, 0.5, None):
+        body = {"messages": HELLO, "max_tokens": 1, "temperature": temperature}
+        client.post("/v1/chat/completions", json=body)
+    assert [request.params.do_sample for request in engine.requests] == [False, True, True]
+
+
+def test_max_completion_tokens_is_another_name_of_max_tokens(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    body = {"messages": HELLO, "max_completion_tokens": 3}
+    client.post("/v1/chat/completions", json=body)
+    assert engine.requests[0].params.max_new_tokens == 3
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_continued(
+    client: TestClient, tokenizer: PreTrainedTokenizerFast, engine: FakeEngine
+) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "It is"}]
+    client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert tokenizer.decode(engine.requests[0].prompt_ids) == "<user>hello\n<assistant>It is"
+
+
+def test_text_chunks_are_joined_and_images_are_refused_by_name(
+    client: TestClient, engine: FakeEngine, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+    client.post("/v1/chat/completions", json=body)
+    assert tokenizer.decode(engine.requests[0].prompt_ids) == PROMPT
+    parts.append({"type": "image_url", "image_url": {"url": "http://x/y.png"}})
+    response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 422
+    assert response.json()["error"] == "Input validation error: image modality is not supported"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("n", 2), ("logit_bias", [1.0]), ("logit_bias", {"1": 2})]
+)
+def test_chat_fields_that_cannot_be_honoured_are_refused_by_name(
+    client: TestClient, field: str, value: object
+) -> None:
+    response = client.post("/v1/chat/completions", json={"messages": HELLO, field: value})
+    assert response.status_code == 422
+    assert f"`{field}`" in response.json()["error"]
+
+
+def test_neutral_values_of_such_fields_are_taken(client: TestClient) -> None:
+    neutral = {"n": 1, "logit_bias": None, "presence_penalty": 0, "frequency_penalty": 0}
+    body = {"messages": HELLO, "max_tokens": 1, **neutral}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    neutral |= {"echo": False, "best_of": 1, "logprobs": None, "logit_bias": {}}
+    body = {"prompt": "a", "max_tokens": 1, **neutral}
+    assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_refused_chat_stream_tells_the_error_inside_and_ends(client: TestClient) -> None:
+    body = {"messages": HELLO, "stream": True, "top_p": 7}
+    response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    (error,) = data_of(response.text)
+    assert error == {
+        "error": {
+            "message": "Input validation error: `top_p` must be > 0.0 and < 1.0",
+            "http_status_code": 422,
+        }
+    }
+
+
+def test_a_chat_without_template_is_a_template_error(
+    client: TestClient, tokenizer: PreTrainedTokenizerFast, make_client, monkeypatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    response = make_client().post("/v1/chat/completions", json={"messages": HELLO})
+    assert response.status_code == 422
+    assert response.json() == {
+        "error": "Template error: template not found",
+        "error_type": "template_error",
+    }
+
+
+def test_a_template_that_refuses_the_messages_is_422(
+    tokenizer: PreTrainedTokenizerFast, make_client, monkeypatch
+) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    response = make_client().post("/v1/chat/completions", json={"messages": HELLO})
+    assert response.status_code == 422
+    assert response.json()["error"] == "Template error: roles must alternate"
+
+
+def test_a_template_file_replaces_the_models(make_client, engine, tokenizer, tmp_path) -> None:
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text('{"chat_template": "X{{ messages[0].content }}"}')
+    client = make_client(tokenizer_config_path=str(path))
+    client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1})
+    assert tokenizer.decode(engine.requests[0].prompt_ids) == "Xhello"
+
+
+CALL = '{"function": {"_name": "get_weather", "town": "Oslo"}}'
+
+
+def tool_body(**changes: object) -> dict:
+    return {"messages": HELLO, "tools": [WEATHER], "tool_choice": "required", **changes}
+
+
+def test_a_tool_call_is_constrained_and_parsed(
+    make_client, engine: FakeEngine, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    script(engine, tokenizer, CALL)
+    client = make_client(max_input_tokens=1900, max_total_tokens=2000)
+    response = client.post("/v1/chat/completions", json=tool_body())
+    (choice,) = response.json()["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "0",
+                "type": "function",
+                "function": {
+                    "description": None,
+                    "name": "get_weather",
+                    "arguments": '{"town":"Oslo"}',
+                },
+            }
+        ],
+    }
+    schema = json.loads(engine.requests[0].params.grammar.value)
+    (call,) = schema["properties"]["function"]["anyOf"]
+    assert call["properties"]["_name"] == {"type": "string", "const": "get_weather"}
+    assert call["required"] == ["_name", "town"]
+    prompt = tokenizer.decode(engine.requests[0].prompt_ids)
+    assert "get_weather" in prompt  # the template knows no tools: they stand in the message
+
+
+def test_a_streamed_tool_call_has_its_name_once_and_whole_arguments(
+    make_client, engine: FakeEngine, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    script(engine, tokenizer, CALL)
+    client = make_client(max_input_tokens=1900, max_total_tokens=2000)
+    response = client.post("/v1/chat/completions", json=tool_body(stream=True))
+    chunks = data_of(response.text)
+    calls = [
+        call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])
+    ]
+    assert [call["function"]["name"] for call in calls if call["function"]["name"]] == [
+        "get_weather"
+    ]
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    assert json.loads(arguments) == {"town": "Oslo"}
+    assert {call["id"] for call in calls} == {"0"}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_if_the_model_chooses_no_tool_it_is_asked_again_without(
+    make_client, engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, stream: bool
+) -> None:
+    script(engine, tokenizer, '{"function": {"_name": "no_tool"}}')
+    client = make_client(max_input_tokens=1900, max_total_tokens=2000)
+    response = client.post(
+        "/v1/chat/completions", json=tool_body(tool_choice="auto", stream=stream)
+    )
+    first, second = engine.requests
+    assert first.params.grammar is not None
+    assert second.params.grammar is None
+    assert "get_weather" not in tokenizer.decode(second.prompt_ids)
+    if stream:
+        parts = [chunk["choices"][0]["delta"]["content"] for chunk in data_of(response.text)]
+        assert "".join(parts) == '{"function": {"_name": "no_tool"}}'
+    else:
+        assert "content" in response.json()["choices"][0]["message"]
+    metrics = client.get("/metrics").text
+    assert "tgi_request_count 1.0" in metrics
+    assert "tgi_request_success 1.0" in metrics or stream
+    assert 'tgi_request_failure{err="dropped"} 0.0' in metrics
+
+
+def test_tool_choice_by_name_and_none(make_client, engine: FakeEngine, tokenizer) -> None:
+    script(engine, tokenizer, CALL)
+    client = make_client(max_input_tokens=1900, max_total_tokens=2000)
+    other = {"type": "function", "function": {"name": "other", "parameters": {}}}
+    for choice in ({"type": "function", "function": {"name": "get_weather"}}, "get_weather"):
+        body = tool_body(tools=[other, WEATHER], tool_choice=choice)
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        schema = json.loads(engine.requests[-1].params.grammar.value)
+        (call,) = schema["properties"]["function"]["anyOf"]
+        assert call["properties"]["_name"]["const"] == "get_weather"
+    client.post("/v1/chat/completions", json=tool_body(tool_choice="none"))
+    assert engine.requests[-1].params.grammar is None
+    missing = client.post("/v1/chat/completions", json=tool_body(tool_choice="absent"))
+    assert missing.status_code == 422
+    assert missing.json() == {
+        "error": "Tool error: Tool with name absent not found",
+        "error_type": "tool_error",
+    }
+
+
+def test_grammar_and_tools_exclude_each_other(client: TestClient) -> None:
+    body = tool_body(response_format={"type": "json", "value": {"properties": {}}})
+    response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 422
+    assert response.json()["error"] == "Tool error: Grammar and tools are mutually exclusive"
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "json", "value": {"properties": {"a": {"type": "string"}}}},
+        {"type": "json_object", "value": {"properties": {"a": {"type": "string"}}}},
+        {"type": "json_schema", "value": {"schema": {"properties": {"a": {"type": "string"}}}}},
+        {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"properties": {"a": {"type": "string"}}}},
+        },
+    ],
+)
+def test_response_formats_of_tgi_and_openai_become_one_grammar(
+    client: TestClient, engine: FakeEngine, response_format: dict
+) -> None:
+    body = {"messages": HELLO, "max_tokens": 1, "response_format": response_format}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    grammar = engine.requests[0].params.grammar
+    assert json.loads(grammar.value) == {"properties": {"a": {"type": "string"}}}
+
+
+def test_response_format_text_is_no_grammar(client: TestClient, engine: FakeEngine) -> None:
+    body = {"messages": HELLO, "max_tokens": 1, "response_format": {"type": "text"}}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert engine.requests[0].params.grammar is None
+
+
+def test_completions_answer_all_prompts_in_order(client: TestClient) -> None:
+    body = {"prompt": ["hello", "abc"], "max_tokens": 2}
+    response = client.post("/v1/completions", json=body)
+    answer = response.json()
+    assert list(answer) == [
+        "object",
+        "id",
+        "created",
+        "model",
+        "system_fingerprint",
+        "choices",
+        "usage",
+    ]
+    assert answer["choices"] == [
+        {"index": 0, "text": "he", "logprobs": None, "finish_reason": "length"},
+        {"index": 1, "text": "ab", "logprobs": None, "finish_reason": "length"},
+    ]
+    assert answer["usage"]["prompt_tokens"] == 8
+    assert answer["usage"]["total_tokens"] == 12
+    assert response.headers["x-prompt-tokens"] == "8"
+
+
+def test_completion_streams_are_told_apart_by_index(client: TestClient) -> None:
+    body = {"prompt": ["hello", "abc"], "max_tokens": 2, "stream": True}
+    chunks = data_of(client.post("/v1/completions", json=body).text)
+    texts = {0: "", 1: ""}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        assert ("usage" in chunk) == (choice["finish_reason"] != "")
+    assert texts == {0: "he", 1: "ab"}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "text"),
+    [
+        ({"prompt": "a", "suffix": "b"}, "suffix not supported", "Suffix is not supported"),
+        ({"prompt": ["a"] * 5}, "batch size exceeded", "maximum allowed batch size of 4"),
+        ({"prompt": "a", "echo": True}, "validation", "`echo` is not supported"),
+        ({"prompt": "a", "logprobs": 1}, "validation", "`logprobs` is not supported"),
+        ({"prompt": "a", "n": 2}, "validation", "`n` is not supported"),
+    ],
+)
+def test_completions_that_cannot_be_honoured_are_refused(
+    client: TestClient, engine: FakeEngine, body: dict, kind: str, text: str
+) -> None:
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 422
+    assert response.json()["error_type"] == kind
+    assert text in response.json()["error"]
+    assert engine.requests == []
+
+
+def test_one_bad_prompt_refuses_all_and_leaves_nothing_running(make_client, tokenizer) -> None:
+    engine = FakeEngine(tokenizer.decode, tick=0.01)
+    client = make_client(engine=engine)
+    body = {"prompt": ["hello", "x" * 200], "max_tokens": 100}
+    assert client.post("/v1/completions", json=body).status_code == 422
+    assert engine.snapshot().batch_size == 0
+
+
+def test_chat_tokenize_gives_the_prompt_and_its_tokens(client: TestClient) -> None:
+    response = client.post("/chat_tokenize", json={"messages": HELLO})
+    answer = response.json()
+    assert answer["templated_text"] == PROMPT
+    assert "".join(token["text"] for token in answer["tokenize_response"]) == PROMPT
