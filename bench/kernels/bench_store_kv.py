@@ -1,8 +1,10 @@
 """Store: rows of K and V, views of a fused qkv projection, into pages. Bound by bytes moved.
 
 Slots are what a server produces. 8,192 tokens are a prefill: whole pages in random order. 64 tokens
-are a decode step: one token in each of 64 pages. ``copy`` is one contiguous copy of as many bytes,
-the least that any cache must move; ``index_put`` is how TGI writes its token-major cache.
+are a decode step: one token in each of 64 pages. Pages are cold; the rows of a decode step, which
+the projection has just written, come from a few buffers that stay in L2. ``copy`` is one contiguous
+copy of as many bytes, the least that any cache must move; ``index_put`` is how TGI writes its
+token-major cache.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ __all__ = ["run"]
 
 _PAGE = 64
 _POOL_SLOTS = 262144
+_HOT_BYTES = 4 << 20
 
 
 def run(
@@ -48,20 +51,22 @@ def run(
 
 
 def _contest(arena: Arena, store: StoreCall, heads: Heads, tokens: int) -> dict[str, list[Call]]:
-    rotations = min(num_rotations(store_bytes(tokens, heads.kv), arena.num_bytes // 8), 256)
+    num_bytes = store_bytes(tokens, heads.kv)
+    rotations = min(num_rotations(num_bytes, arena.num_bytes // 8), 256)
+    num_sources = min(rotations, max(16, _HOT_BYTES // num_bytes))
     layout = PageLayout(heads.kv, HEAD_DIM, torch.bfloat16)
     layer = arena.tiles(layout, _POOL_SLOTS // _PAGE)
     token_major = arena.token_major(_POOL_SLOTS, 1, heads.kv)
     elements = tokens * heads.kv * HEAD_DIM * 2
-    sources = list(_fused(arena, heads, tokens, rotations))
+    sources = list(_fused(arena, heads, tokens, num_sources))
     slots = _slots(arena, tokens, rotations)
     calls: dict[str, list[Call]] = {"bicl": [], "index_put": [], "copy": []}
-    for index, (key, value) in enumerate(sources):
-        where = slots[index]
+    for index, where in enumerate(slots):
+        key, value = sources[index % num_sources]
         calls["bicl"].append(partial(store, layer, key, value, where))
         calls["index_put"].append(partial(_index_put, token_major, key, value, where))
         target = arena.flat[index * elements : (index + 1) * elements]
-        source = arena.flat[-(index + 1) * elements :][:elements]
+        source = arena.flat[-(index % num_sources + 1) * elements :][:elements]
         calls["copy"].append(partial(target.copy_, source))
     return calls
 

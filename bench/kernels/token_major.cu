@@ -23,42 +23,52 @@ struct TokenMajorLoader {
   __device__ __forceinline__ void load(const BlockSource& block, int turn, int lane, const Pages& pages,
                                        uint32_t stage, uint32_t full, uint32_t empty, uint32_t parity) {
     constexpr int kHeadBytes = T::kHeadDim * T::kBytes;  // one token of one head
-    constexpr int kPlaneBytes = kBlockKeys * kHeadBytes;
     constexpr int kChunks = kHeadBytes / kChunkBytes;  // of a token
-    constexpr int kTokens = 32 / kChunks;  // that the warp copies at a time
-    constexpr int kStep = 16;
     const int rows = __shfl_sync(~0u, block.rows, turn);
-    const auto place = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(block.page[0]), turn);
+    const int head = __shfl_sync(~0u, block.head, turn);
+    const int64_t page = __shfl_sync(~0u, block.page[0], turn);
     ptx::mbarrier_wait(empty, parity);
     if (rows > 0) {
-      // The place of a head-page names page and head.
-      const auto start = reinterpret_cast<unsigned long long>(pages.data);
-      const int index = static_cast<int>((place - start) / (2 * kPlaneBytes));
-      const int page = index / pages.num_kv_heads, head = index % pages.num_kv_heads;
       const int token_bytes = pages.num_kv_heads * kHeadBytes;
       const int chunk = lane % kChunks, first = lane / kChunks;
       const char* source = static_cast<const char*>(pages.data) +
-                           2ll * page * pages.num_kv_heads * kPlaneBytes + first * token_bytes + head * kHeadBytes +
+                           page * (2 * kBlockKeys) * token_bytes + first * token_bytes + head * kHeadBytes +
                            chunk * kChunkBytes;
-      // The permutation repeats every 8 tokens: addresses of 16 serve the whole plane.
-#pragma unroll 1
-      for (int token = 0; token < 2 * kBlockKeys; token += kStep) {
-        const uint32_t target = stage + token / kBlockKeys * kPlaneBytes + token % kBlockKeys * T::kRowBytes;
-        const int left = rows - token % kBlockKeys - first;
-#pragma unroll
-        for (int i = 0; i < kStep / kTokens; ++i) {
-          const int row = first + i * kTokens;
-          const int offset = plane_chunk_offset(row, chunk, kBlockKeys, T::kTile, T::kHeadDim, T::kBytes);
-          if (i * kTokens < left) copy(target + offset, source + i * kTokens * token_bytes);
-        }
-        source += kStep * token_bytes;  // V follows K
-      }
+      if (rows == kBlockKeys) copy_planes<T, true>(stage, source, token_bytes, first, chunk, rows);
+      else copy_planes<T, false>(stage, source, token_bytes, first, chunk, rows);
     }
     ptx::cp_async_arrive(full);
     __syncwarp();
   }
 
  private:
+  // The permutation repeats every 8 tokens: the places of kStep tokens serve the whole plane.
+  template <typename T, bool kFull>
+  __device__ __forceinline__ void copy_planes(uint32_t stage, const char* source, int token_bytes, int first,
+                                              int chunk, int rows) {
+    constexpr int kTokens = 32 * kChunkBytes / (T::kHeadDim * T::kBytes);  // that the warp copies at a time
+    constexpr int kStep = 16;
+    uint32_t places[kStep / kTokens];
+    const char* sources[kStep / kTokens];
+#pragma unroll
+    for (int i = 0; i < kStep / kTokens; ++i) {
+      const int row = first + i * kTokens;
+      places[i] = stage + plane_chunk_offset(row, chunk, kBlockKeys, T::kTile, T::kHeadDim, T::kBytes);
+      sources[i] = source + static_cast<int64_t>(i * kTokens) * token_bytes;
+    }
+    const int64_t step_bytes = static_cast<int64_t>(kStep) * token_bytes;
+#pragma unroll
+    for (int token = 0; token < 2 * kBlockKeys; token += kStep) {  // V follows K
+      constexpr int kPlaneBytes = kBlockKeys * T::kHeadDim * T::kBytes;
+      const int target = token / kBlockKeys * kPlaneBytes + token % kBlockKeys * T::kRowBytes;
+#pragma unroll
+      for (int i = 0; i < kStep / kTokens; ++i) {
+        if (kFull || first + i * kTokens + token % kBlockKeys < rows) copy(places[i] + target, sources[i]);
+        sources[i] += step_bytes;
+      }
+    }
+  }
+
   __device__ __forceinline__ void copy(uint32_t target, const char* source) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "l"(policy)
                  : "memory");
