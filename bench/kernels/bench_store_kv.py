@@ -25,7 +25,7 @@ __all__ = ["run"]
 
 _PAGE = 64
 _POOL_SLOTS = 262144
-_HOT_BYTES = 4 << 20
+_SOURCES = 16
 
 
 def run(
@@ -51,9 +51,8 @@ def run(
 
 
 def _contest(arena: Arena, store: StoreCall, heads: Heads, tokens: int) -> dict[str, list[Call]]:
-    num_bytes = store_bytes(tokens, heads.kv)
-    rotations = min(num_rotations(num_bytes, arena.num_bytes // 8), 256)
-    num_sources = min(rotations, max(16, _HOT_BYTES // num_bytes))
+    rotations = min(num_rotations(store_bytes(tokens, heads.kv), arena.num_bytes // 8), 256)
+    num_sources = min(rotations, _SOURCES)
     layout = PageLayout(heads.kv, HEAD_DIM, torch.bfloat16)
     layer = arena.tiles(layout, _POOL_SLOTS // _PAGE)
     token_major = arena.token_major(_POOL_SLOTS, 1, heads.kv)
