@@ -97,10 +97,9 @@ class CpuBackend:
         )
         if query.stride(-1) != 1:
             query = query.contiguous()
-        if out is None:
-            out = torch.empty(query.shape, dtype=query.dtype)
-        lse = torch.empty(query.shape[1], query.shape[0]) if return_lse else None
-        ops.paged_attention(query, layer.pages, layer.layout, schedule, options, out, lse)
+        out, lse = ops.paged_attention(
+            query, layer.pages, layer.layout, schedule, options, out, return_lse
+        )
         return out if lse is None else (out, lse)
 
     def gather(
@@ -112,9 +111,8 @@ class CpuBackend:
         no_queries = [0] * (len(lengths) + 1)
         schedule = ops.StepSchedule(page_table, lengths, no_queries, page_table.new_empty(0))
         schedule.check_pages(layer.layout.page_size, layer.num_pages)
-        lists = [
-            page_table[i, : layer.layout.pages_for(length)] for i, length in enumerate(lengths)
-        ]
+        table = page_table.numpy()
+        lists = [table[i, : layer.layout.pages_for(n)] for i, n in enumerate(lengths)]
         return ops.gather_kv(
             layer.pages, layer.layout, lists, lengths, layer.k_scale, layer.v_scale
         )

@@ -34,18 +34,20 @@ def check_tensor(
 
     ``None`` in ``shape`` allows any size.
     """
+    got = tensor.shape
+    fits = len(got) == len(shape)
+    if fits:
+        for want, have in zip(shape, got, strict=True):
+            fits = fits and (want is None or want == have)
+    if fits and tensor.dtype in dtypes and tensor.device == device:
+        return
     if tensor.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise InvalidInputError(f"{name} must be {names}, got {tensor.dtype}")
-    got = tuple(tensor.shape)
-    fits = len(got) == len(shape) and all(
-        want is None or want == have for want, have in zip(shape, got, strict=True)
-    )
     if not fits:
-        want = ", ".join("any" if size is None else str(size) for size in shape)
-        raise InvalidInputError(f"{name} must have shape [{want}], got {list(got)}")
-    if tensor.device != device:
-        raise InvalidInputError(f"{name} must be on {device}, got {tensor.device}; move it there")
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise InvalidInputError(f"{name} must have shape [{sizes}], got {list(got)}")
+    raise InvalidInputError(f"{name} must be on {device}, got {tensor.device}; move it there")
 
 
 def check_no_grad(name: str, tensor: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from bicl.cache.layout import PageLayout
@@ -31,7 +32,7 @@ def load_pages(
 def gather_kv(
     pages: torch.Tensor,
     layout: PageLayout,
-    page_lists: Sequence[torch.Tensor],
+    page_lists: Sequence[np.ndarray],
     lengths: Sequence[int],
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -49,11 +50,11 @@ def gather_kv(
     size = layout.page_size
     fp8 = layout.element_bytes == 1
     dtype = torch.float32 if fp8 else layout.dtype
-    page_ids = torch.cat([torch.empty(0, dtype=torch.int64), *(p.long() for p in page_lists)])
+    page_ids = np.concatenate([np.empty(0, dtype=np.int64), *page_lists])
     loaded = load_pages(pages, layout, plane_index(layout, page_ids[None]), 1, dtype)[0]
-    starts = torch.tensor([0, *(len(p) for p in page_lists)]).cumsum(0)[:-1] * size
-    spans = [torch.arange(n) + start for n, start in zip(lengths, starts.tolist(), strict=True)]
-    tokens = torch.cat([torch.empty(0, dtype=torch.int64), *spans])
+    starts = np.cumsum([0, *(len(p) for p in page_lists)])[:-1] * size
+    spans = [np.arange(n) + start for n, start in zip(lengths, starts, strict=True)]
+    tokens = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *spans]))
     rows = loaded[..., : layout.head_dim].permute(1, 2, 0, 3)[:, tokens]
     key, value = rows[0].contiguous(), rows[1].contiguous()
     return (key * k_scale, value * v_scale) if fp8 else (key, value)

@@ -33,22 +33,35 @@ def paged_attention(
     layout: PageLayout,
     schedule: StepSchedule,
     options: AttentionOptions,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Attention of ``query`` ``[T, num_q_heads, head_dim]`` into ``out`` (same shape, mutated).
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of ``query`` ``[T, num_q_heads, head_dim]`` over the pages of one layer.
 
-    ``lse``: float32 ``[num_q_heads, T]``, mutated, or None. Rows that see no key, or belong to no
-    sequence, become exactly 0 and -inf.
+    Args:
+        out: like ``query``; mutated and returned. None: new memory.
+
+    Returns:
+        ``out`` and, on request, the LSE, float32 ``[num_q_heads, T]``. Rows that see no key, or
+        belong to no sequence, are exactly 0 and -inf.
     """
-    if schedule.leaves_rows(query.shape[0], options.right):
+    rows, heads = query.shape[0], query.shape[1]
+    only_decode = schedule.decode_rows is None and len(schedule.decode) == rows > 0
+    if only_decode and out is None and not return_lse:
+        values, _ = _decode(query, pages, layout, schedule, options)
+        return values.reshape(query.shape).to(query.dtype), None
+    out = torch.empty(query.shape, dtype=query.dtype) if out is None else out
+    lse = torch.empty(heads, rows) if return_lse else None
+    if schedule.leaves_rows(rows, options.right):
         out.zero_()
         if lse is not None:
             lse.fill_(-math.inf)
     if schedule.decode:
-        _decode(query, pages, layout, schedule, options, out, lse)
+        part = _decode(query, pages, layout, schedule, options)
+        _write_decode(part, schedule, out, lse)
     for sequence in schedule.prefill:
         _prefill(query, pages, layout, schedule, sequence, options, out, lse)
+    return out, lse
 
 
 def _compute_dtype(query: torch.Tensor, layout: PageLayout) -> torch.dtype:
@@ -64,9 +77,8 @@ def _decode(
     layout: PageLayout,
     schedule: StepSchedule,
     options: AttentionOptions,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+) -> Partial:
+    """All decode rows in one computation: ``[rows, H, group, d]`` and LSE ``[rows, H, group]``."""
     chunks = schedule.decode_chunks(layout, options.left)
     dtype = _compute_dtype(query, layout)
     loaded = load_pages(pages, layout, chunks.index, chunks.count, dtype)
@@ -92,7 +104,7 @@ def _decode(
     )
     if chunks.row_of_chunk is not None:
         part = _combine(part, chunks.row_of_chunk, picked.shape[0])
-    _write(part, rows, schedule.num_rows, options, out, lse)
+    return part if options.v_scale == 1.0 else (part[0] * options.v_scale, part[1])
 
 
 def _combine(part: Partial, row_of_chunk: torch.Tensor, num_rows: int) -> Partial:
@@ -107,27 +119,23 @@ def _combine(part: Partial, row_of_chunk: torch.Tensor, num_rows: int) -> Partia
     return merged / total[..., None], top + total.log()
 
 
-def _write(
-    part: Partial,
-    rows: torch.Tensor | None,
-    num_rows: int,
-    options: AttentionOptions,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
+def _write_decode(
+    part: Partial, schedule: StepSchedule, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    """Partial ``[rows, H, group, d]`` to rows of ``out`` and columns of ``lse``."""
-    values = part[0] if options.v_scale == 1.0 else part[0] * options.v_scale
-    values = values.reshape(values.shape[0], *out.shape[1:]).to(out.dtype)
+    """Results of the decode rows to their rows of ``out`` and columns of ``lse``."""
+    values = part[0].reshape(-1, *out.shape[1:]).to(out.dtype)
+    sums = part[1].reshape(values.shape[0], -1).t()
+    rows = schedule.decode_rows
     if rows is None:
-        out[:num_rows].copy_(values)
+        out[: schedule.num_rows].copy_(values)
     else:
         out.index_copy_(0, rows, values)
-    if lse is not None:
-        sums = part[1].reshape(part[1].shape[0], -1).t()
-        if rows is None:
-            lse[:, :num_rows].copy_(sums)
-        else:
-            lse.index_copy_(1, rows, sums)
+    if lse is None:
+        return
+    if rows is None:
+        lse[:, : schedule.num_rows].copy_(sums)
+    else:
+        lse.index_copy_(1, rows, sums)
 
 
 def _prefill(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from bicl.cache.layout import PageLayout
@@ -82,7 +83,7 @@ class StepSchedule:
         cu_seqlens_q: list[int],
         slots: torch.Tensor,
     ) -> None:
-        self.page_table = page_table
+        self.page_table = page_table.numpy()
         self.slots = slots
         self.cache_seqlens = cache_seqlens
         self.num_rows = cu_seqlens_q[-1]
@@ -121,20 +122,20 @@ class StepSchedule:
         if (page_size, num_pages) in self._checked:
             return
         width = self.page_table.shape[1]
-        for number, keys in enumerate(self.cache_seqlens):
-            if keys > width * page_size:
-                raise InvalidInputError(
-                    f"cache_seqlens[{number}] is {keys}, but page_table has {width} columns of "
-                    f"{page_size} tokens ({width * page_size}); give it "
-                    f"{-(-keys // page_size)} columns"
-                )
-        used = torch.tensor([-(-keys // page_size) for keys in self.cache_seqlens])
-        valid = torch.arange(width) < used[:, None]
-        wrong = valid & ((self.page_table < 0) | (self.page_table >= num_pages))
-        if bool(wrong.any()):
-            row, column = wrong.nonzero()[0].tolist()
+        lengths = np.array(self.cache_seqlens, dtype=np.int64)
+        long = (lengths > width * page_size).nonzero()[0]
+        if long.size:
+            keys = int(lengths[long[0]])
             raise InvalidInputError(
-                f"page_table[{row}, {column}] is {int(self.page_table[row, column])}, but the pool "
+                f"cache_seqlens[{long[0]}] is {keys}, but page_table has {width} columns of "
+                f"{page_size} tokens ({width * page_size}); give it {-(-keys // page_size)} columns"
+            )
+        used = np.arange(width) * page_size < lengths[:, None]
+        wrong = used & ((self.page_table < 0) | (self.page_table >= num_pages))
+        if wrong.any():
+            row, column = (int(place[0]) for place in wrong.nonzero())
+            raise InvalidInputError(
+                f"page_table[{row}, {column}] is {self.page_table[row, column]}, but the pool "
                 f"has pages 0..{num_pages - 1}; sequence {row} has {self.cache_seqlens[row]} "
                 "tokens, so this entry is in use"
             )
@@ -171,43 +172,46 @@ class StepSchedule:
 
     def _make_chunks(self, layout: PageLayout, left: int) -> DecodeChunks:
         size = layout.page_size
-        low = torch.tensor([s.first_key(left) for s in self.decode])
-        high = torch.tensor([s.keys for s in self.decode])
-        first = torch.div(low, size, rounding_mode="floor")
-        pages = torch.div(high - 1, size, rounding_mode="floor") + 1 - first
+        low = np.array([s.first_key(left) for s in self.decode])
+        high = np.array([s.keys for s in self.decode])
+        first = low // size
+        pages = (high - 1) // size + 1 - first
         per_chunk = _chunk_pages(pages)
         chunks = -(-pages // per_chunk)
-        row = torch.repeat_interleave(torch.arange(len(self.decode)), chunks)
-        nth = torch.arange(len(row)) - (chunks.cumsum(0) - chunks)[row]
-        column = first[row, None] + nth[:, None] * per_chunk + torch.arange(per_chunk)
+        row = np.repeat(np.arange(len(pages)), chunks)
+        nth = np.arange(len(row)) - (np.cumsum(chunks) - chunks)[row]
+        column = (first[row] + nth * per_chunk)[:, None] + np.arange(per_chunk)
         # Columns past a row's last page repeat that page; the mask drops what they hold.
-        column = torch.minimum(column, (first + pages - 1)[row, None])
-        sequence = torch.tensor([s.number for s in self.decode])[row]
+        column = np.minimum(column, (first + pages - 1)[row, None])
+        sequence = np.array([s.number for s in self.decode])[row]
         index = plane_index(layout, self.page_table[sequence[:, None], column])
         start = (first[row] + nth * per_chunk) * size
-        begin = (low[row] - start).clamp(min=0)
-        end = (high[row] - start).clamp(max=per_chunk * size)
+        begin = np.maximum(low[row] - start, 0)
+        end = np.minimum(high[row] - start, per_chunk * size)
         count = len(row)
-        row_of_chunk = None if count == len(self.decode) else row
-        if bool((begin == begin[0]).all() and (end == end[0]).all()):
+        row_of_chunk = None if count == len(pages) else torch.from_numpy(row)
+        if (begin == begin[0]).all() and (end == end[0]).all():
             span = (int(begin[0]), int(end[0]))
             return DecodeChunks(index, count, row_of_chunk, span, None, None)
-        token = torch.arange(per_chunk * size)
+        token = np.arange(per_chunk * size)
         valid = (token >= begin[:, None]) & (token < end[:, None])
-        chunk, place = (~valid).nonzero().unbind(1)
-        planes = torch.arange(layout.num_kv_heads * layout.planes)
+        chunk, place = (~valid).nonzero()
+        planes = np.arange(layout.num_kv_heads * layout.planes)
         unused = (chunk[:, None] * len(planes) + planes) * len(token) + place[:, None]
-        mask = valid[:, None, None, :]
-        return DecodeChunks(index, count, row_of_chunk, None, mask, unused.reshape(-1))
+        mask = torch.from_numpy(valid)[:, None, None, :]
+        unused = torch.from_numpy(unused.reshape(-1))
+        return DecodeChunks(index, count, row_of_chunk, None, mask, unused)
 
 
-def _chunk_pages(pages: torch.Tensor) -> int:
+def _chunk_pages(pages: np.ndarray) -> int:
     """Pages a chunk that keep padding small when lengths are skewed.
 
     One chunk a row is best where lengths are alike; 8 rows of 16 pages beside one of 128 would
     read 9 x 128 pages that way, and 256 with chunks of 16.
     """
     longest = int(pages.max())
+    if (pages == longest).all():
+        return longest
     candidates = [longest] + [1 << bit for bit in range(longest.bit_length()) if 1 << bit < longest]
 
     def cost(size: int) -> float:

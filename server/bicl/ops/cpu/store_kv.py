@@ -24,15 +24,19 @@ class StoreIndex:
     """
 
     def __init__(self, layout: PageLayout, slots: torch.Tensor, num_pages: int) -> None:
-        low, high = slots.aminmax() if slots.numel() else (slots.new_zeros(()),) * 2
-        if int(high) >= num_pages * layout.page_size:
+        places = slots.numpy()
+        highest = int(places.max(initial=-1))
+        if highest >= num_pages * layout.page_size:
             raise InvalidInputError(
-                f"slot {int(high)} is outside the pool: {num_pages} pages of {layout.page_size} "
+                f"slot {highest} is outside the pool: {num_pages} pages of {layout.page_size} "
                 f"tokens have slots 0..{num_pages * layout.page_size - 1}"
             )
-        self.kept_rows = None if int(low) >= 0 else (slots >= 0).nonzero().view(-1)
-        kept = slots if self.kept_rows is None else slots[self.kept_rows]
-        self.units = row_index(layout, kept)
+        self.kept_rows = None
+        if places.min(initial=0) < 0:
+            kept = (places >= 0).nonzero()[0]
+            self.kept_rows = torch.from_numpy(kept)
+            places = places[kept]
+        self.units = row_index(layout, places)
 
 
 def store_kv(
