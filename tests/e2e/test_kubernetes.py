@@ -1,4 +1,4 @@
-"""The Helm chart renders, its manifests fit Kubernetes' schemas, and the committed ones are current."""
+"""The Helm chart renders, its manifests fit the schemas, and the committed ones are current."""
 
 import importlib.util
 import io
@@ -45,9 +45,7 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def render(helm: str, settings: str = "") -> str:
-    arguments = [helm, "template", "bicl", str(CHART)] + (
-        ["--set", settings] if settings else []
-    )
+    arguments = [helm, "template", "bicl", str(CHART)] + (["--set", settings] if settings else [])
     return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
 
 
@@ -82,9 +80,7 @@ def test_chart_with_everything_switched_on_fits_the_schemas(helm: str) -> None:
     documents = manifests(render(helm, EVERYTHING))
     assert "ServiceMonitor" in {d["kind"] for d in documents}
     for document in documents:
-        if (
-            document["kind"] != "ServiceMonitor"
-        ):  # its schema is the operator's, not Kubernetes'
+        if document["kind"] != "ServiceMonitor":  # its schema is the operator's, not Kubernetes'
             kubernetes_validate.validate(document, "1.30", strict=True)
 
 
@@ -92,19 +88,14 @@ def test_token_comes_from_a_secret_and_autoscaling_owns_the_replicas(helm: str) 
     kinds = by_kind(render(helm, EVERYTHING))
     container = kinds["Deployment"]["spec"]["template"]["spec"]["containers"][0]
     (token,) = [e for e in container["env"] if e["name"] == "HF_TOKEN"]
-    assert (
-        token["valueFrom"]["secretKeyRef"]["name"]
-        == kinds["Secret"]["metadata"]["name"]
-    )
+    assert token["valueFrom"]["secretKeyRef"]["name"] == kinds["Secret"]["metadata"]["name"]
     assert "replicas" not in kinds["Deployment"]["spec"]
 
 
 @pytest.mark.parametrize("name", sorted(COMMITTED))
 def test_probes_never_kill_a_busy_pod_and_shared_memory_is_mounted(name: str) -> None:
     """Liveness has patience and asks nothing of the model; /dev/shm is memory (A65, A66)."""
-    pod = by_kind((ROOT / "deploy" / "k8s" / name).read_text())["Deployment"]["spec"][
-        "template"
-    ]
+    pod = by_kind((ROOT / "deploy" / "k8s" / name).read_text())["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     liveness, startup = container["livenessProbe"], container["startupProbe"]
     assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 60
@@ -119,9 +110,7 @@ def test_probes_never_kill_a_busy_pod_and_shared_memory_is_mounted(name: str) ->
     ("settings", "message"),
     [("door=tgi,gpus=0", "needs gpus"), ("door=x", "use tgi or embedded")],
 )
-def test_impossible_settings_are_refused_by_name(
-    helm: str, settings: str, message: str
-) -> None:
+def test_impossible_settings_are_refused_by_name(helm: str, settings: str, message: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as error:
         render(helm, settings)
     assert message in error.value.stderr
