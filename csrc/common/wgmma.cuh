@@ -9,11 +9,17 @@
 
 namespace bicl::wgmma {
 
-// Operand at `address` (1024-byte aligned tiles). `stride` separates groups of 8 rows; `lead` separates
-// 64-wide tiles of an operand whose contiguous dimension is M or N, and means nothing for K-major ones.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t lead, uint32_t stride) {
-  constexpr uint64_t kSwizzle128 = 1ull << 62;
-  return kSwizzle128 | uint64_t(stride >> 4) << 32 | uint64_t(lead >> 4) << 16 | (address >> 4 & 0x3fff);
+// Low word of the descriptor of an operand at `address` (1024-byte aligned tiles); add bytes / 16 to move
+// within it. `lead` separates the 64-wide tiles of an operand whose contiguous dimension is M or N, and
+// means nothing for K-major ones. Groups of 8 rows are 1024 bytes apart.
+__device__ __forceinline__ uint32_t descriptor(uint32_t address, uint32_t lead = 16) {
+  return (lead >> 4) << 16 | (address >> 4 & 0x3fff);
+}
+
+// Kept apart until here so that steps are 32-bit adds.
+__device__ __forceinline__ uint64_t whole(uint32_t descriptor) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62, kRowGroups = uint64_t(1024 >> 4) << 32;
+  return kSwizzle128 | kRowGroups | descriptor;
 }
 
 // Orders register and shared-memory accesses of the warpgroup before its next wgmma.
@@ -59,23 +65,23 @@ __device__ __forceinline__ void hold(float (&c)[N]) {
 
 // Both operands in shared memory, both K-major.
 #define BICL_WGMMA_SS(N, R, A, B, S, E, TYPE)                                                  \
-  __device__ __forceinline__ void multiply(float (&c)[N / 2], uint64_t a, uint64_t b, int add, E) {    \
+  __device__ __forceinline__ void multiply(float (&c)[N / 2], uint32_t a, uint32_t b, int add, E) {    \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #S ", 0;\n"                                      \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" BICL_REGS##R "}, %" #A   \
                  ", %" #B ", p, 1, 1, 0, 0;\n}"                                                        \
                  : BICL_ACC##R                                                                                 \
-                 : "l"(a), "l"(b), "r"(add));                                                          \
+                 : "l"(whole(a)), "l"(whole(b)), "r"(add));                                                          \
   }
 
 // A in registers, B in shared memory with N contiguous.
 #define BICL_WGMMA_RS(N, R, A0, A1, A2, A3, B, S, E, TYPE)                                     \
-  __device__ __forceinline__ void multiply(float (&c)[N / 2], const uint32_t* a, uint64_t b, int add,  \
+  __device__ __forceinline__ void multiply(float (&c)[N / 2], const uint32_t* a, uint32_t b, int add,  \
                                            E) {                                                        \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #S ", 0;\n"                                      \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" BICL_REGS##R "}, {%" #A0 \
                  ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, 1;\n}"                            \
                  : BICL_ACC##R                                                                                 \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole(b)), "r"(add));                      \
   }
 
 #define BICL_WGMMA(N, R, I0, I1, I2, I3, I4, I5)                                \

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "../common/launch.h"
 #include "params.h"
 
 namespace bicl {

@@ -49,7 +49,6 @@ struct PrefillPlan {
   PrefillSplit* splits;     // [max_partials]
   int* arrived;             // [max_partials], zero between launches: warps that stored a partial
   int* combined;            // [max_partials], zero between launches
-  int* first_tile;          // [batch + 1]
   PrefillTile* tiles;       // [max_tiles]
   float2* partial_rows;     // [max_partials][kPrefillRows] (max, sum)
   float* partials;          // [max_partials][kPrefillRows * D]
@@ -75,8 +74,8 @@ struct PrefillPlanParams {
   const int32_t* cache_seqlens;  // [batch]
   PrefillPlan plan;
   PrefillWindow window;
+  FastDiv group;
   int batch;
-  int group_size;
   int num_kv_heads;
   int padded_head_dim;
   int kv_bytes;     // of one token and KV head, K and V

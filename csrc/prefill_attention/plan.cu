@@ -9,20 +9,27 @@
 namespace bicl {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBuckets = 16;  // cost classes; within one, sequences stay together for L2
 constexpr int kMinPieceBlocks = 2;
+constexpr int kCandidates = 32;  // piece lengths tried, from a CTA's share to three times that
 constexpr int64_t kSectionBytes = 24 << 20;  // K and V worked on at a time; L2 is 50 MB
 
 struct Shared {
   int warp_sums[kWarps];
-  long long warp_totals[kWarps];
+  long long warp_work[kWarps], warp_keys[kWarps];
   int warp_max[kWarps];
-  int candidate_pieces[kWarps];
+  int candidate_pieces[kCandidates];
   int num_splits, num_partials;
-  int histogram[kBuckets * kThreads];
+  int counts[kThreads * (kBuckets + 1)];  // [bucket][thread], see count_at
+  int first_tile[1];                      // [batch + 1]
 };
+
+int shared_bytes(int batch) { return static_cast<int>(sizeof(Shared) + sizeof(int) * batch); }
+
+// Counts are scanned kBuckets to a thread: a word of padding after each run keeps the banks apart.
+__device__ __forceinline__ int& count_at(Shared& s, int i) { return s.counts[i + i / kBuckets]; }
 
 // Exclusive prefix sum over the block; `total` is the sum.
 __device__ int block_exclusive_sum(int value, Shared& s, int& total) {
@@ -49,6 +56,7 @@ __device__ int block_exclusive_sum(int value, Shared& s, int& total) {
 // Walks the flat list of tiles: sequences ascending, tiles of a sequence from its end.
 struct Cursor {
   const PrefillPlanParams& p;
+  const int* first_tile;
   PrefillTile tile;
   int tile_in_sequence;
   int num_tiles;
@@ -58,27 +66,28 @@ struct Cursor {
     tile.query_start = p.cu_seqlens_q[sequence];
     tile.query_len = p.cu_seqlens_q[sequence + 1] - tile.query_start;
     tile.key_len = max(0, p.cache_seqlens[sequence]);
-    num_tiles = p.plan.first_tile[sequence + 1] - p.plan.first_tile[sequence];
+    num_tiles = first_tile[sequence + 1] - first_tile[sequence];
   }
 
-  __device__ Cursor(const PrefillPlanParams& params, int flat) : p(params) {
+  __device__ Cursor(const PrefillPlanParams& params, const Shared& s, int flat)
+      : p(params), first_tile(s.first_tile) {
     int low = 0, high = p.batch;  // the last sequence that starts at or before `flat`
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      (p.plan.first_tile[middle] <= flat ? low : high) = middle;
+      (first_tile[middle] <= flat ? low : high) = middle;
     }
     load(low);
-    tile_in_sequence = num_tiles - 1 - (flat - p.plan.first_tile[low]);
+    tile_in_sequence = num_tiles - 1 - (flat - first_tile[low]);
     place();
   }
 
   __device__ void place() {
-    const int first = tile_in_sequence * kPrefillRows / p.group_size;
-    const int last = min((tile_in_sequence * kPrefillRows + kPrefillRows - 1) / p.group_size, tile.query_len - 1);
+    tile.row = tile_in_sequence * kPrefillRows;
+    const int first = p.group.divide(tile.row);
+    const int last = min(static_cast<int>(p.group.divide(tile.row + kPrefillRows - 1)), tile.query_len - 1);
     const int offset = tile.key_len - tile.query_len;
     const int begin = p.window.begin(first + offset);
     const int end = p.window.end(last + offset, tile.key_len);
-    tile.row = tile_in_sequence * kPrefillRows;
     tile.block_begin = end > begin ? begin / kPrefillKeys : 0;
     tile.block_end = end > begin ? (end + kPrefillKeys - 1) / kPrefillKeys : 0;
   }
@@ -102,13 +111,13 @@ __device__ int scan_tiles_of_sequences(const PrefillPlanParams& p, Shared& s) {
   int carry = 0;
   for (int base = 0; base < p.batch; base += kThreads) {
     const int i = base + threadIdx.x;
-    const int rows = i < p.batch ? (p.cu_seqlens_q[i + 1] - p.cu_seqlens_q[i]) * p.group_size : 0;
+    const int rows = i < p.batch ? (p.cu_seqlens_q[i + 1] - p.cu_seqlens_q[i]) * static_cast<int>(p.group.divisor) : 0;
     int total;
     const int before = block_exclusive_sum((max(rows, 0) + kPrefillRows - 1) / kPrefillRows, s, total);
-    if (i < p.batch) p.plan.first_tile[i] = carry + before;
+    if (i < p.batch) s.first_tile[i] = carry + before;
     carry += total;
   }
-  if (threadIdx.x == 0) p.plan.first_tile[p.batch] = carry;
+  if (threadIdx.x == 0) s.first_tile[p.batch] = carry;
   __syncthreads();
   return carry;
 }
@@ -126,25 +135,23 @@ __device__ int piece_blocks(const PrefillPlanParams& p, Shared& s, int tiles, lo
   const int share = max(kMinPieceBlocks, static_cast<int>((work * heads + p.num_ctas - 1) / p.num_ctas));
   if (max_cost <= share) return kUnlimited;
   // Tiles fit in one wave: the smallest pieces that still do. Otherwise: no piece above a CTA's share.
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool one_wave = tiles * heads <= p.num_ctas;
-  const int step = max(1, share / 16);
-  if (one_wave) {
-    const int candidate = share + warp * step;
-    int pieces = 0;
-    for (int t = lane; t < tiles; t += 32) pieces += (Cursor(p, t).cost() + candidate - 1) / candidate;
-    pieces = __reduce_add_sync(~0u, pieces);
-    if (lane == 0) s.candidate_pieces[warp] = pieces;
-    __syncthreads();
-    for (int w = 0; w < kWarps; ++w)
-      if (s.candidate_pieces[w] * heads <= p.num_ctas) return share + w * step;
-    return kUnlimited;
+  if (!one_wave) return share;
+  const int step = max(1, (share + 15) / 16);
+  if (threadIdx.x < kCandidates) s.candidate_pieces[threadIdx.x] = 0;
+  __syncthreads();
+  for (int t = threadIdx.x / kCandidates; t < tiles; t += kThreads / kCandidates) {
+    const int piece = share + threadIdx.x % kCandidates * step;
+    atomicAdd(&s.candidate_pieces[threadIdx.x % kCandidates], (Cursor(p, s, t).cost() + piece - 1) / piece);
   }
-  return share;
+  __syncthreads();
+  for (int i = 0; i < kCandidates; ++i)
+    if (s.candidate_pieces[i] * heads <= p.num_ctas) return share + i * step;
+  return kUnlimited;
 }
 
 __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PrefillPlanParams p) {
-  extern __shared__ char raw[];
+  extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const PrefillPlan& plan = p.plan;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -159,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
   long long work = 0, keys = sum_key_tokens(p);
   int max_cost = 1;
   if (first < last) {
-    Cursor cursor(p, first);
+    Cursor cursor(p, s, first);
     for (int t = first; t < last; ++t, cursor.next()) {
       work += cursor.cost();
       max_cost = max(max_cost, cursor.cost());
@@ -171,13 +178,12 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
     work += __shfl_xor_sync(~0u, work, d);
     keys += __shfl_xor_sync(~0u, keys, d);
   }
-  __shared__ long long warp_keys[kWarps];
-  if (lane == 0) s.warp_totals[warp] = work, warp_keys[warp] = keys, s.warp_max[warp] = max_cost;
+  if (lane == 0) s.warp_work[warp] = work, s.warp_keys[warp] = keys, s.warp_max[warp] = max_cost;
   __syncthreads();
   work = keys = 0;
   for (int w = 0; w < kWarps; ++w) {
-    work += s.warp_totals[w];
-    keys += warp_keys[w];
+    work += s.warp_work[w];
+    keys += s.warp_keys[w];
     max_cost = max(max_cost, s.warp_max[w]);
   }
   int piece = piece_blocks(p, s, tiles, work, max_cost);
@@ -185,7 +191,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
   // Partials needed; without room for them nothing is split.
   int partials = 0;
   if (piece < kUnlimited && first < last) {
-    Cursor cursor(p, first);
+    Cursor cursor(p, s, first);
     for (int t = first; t < last; ++t, cursor.next())
       if (cursor.cost() > piece) partials += (cursor.cost() + piece - 1) / piece;
   }
@@ -195,34 +201,35 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
 
   // Stable counting sort by cost, costliest first. Pieces of a tile stay together.
   const int longest = min(max_cost, piece);
-  for (int b = 0; b < kBuckets; ++b) s.histogram[b * kThreads + thread] = 0;
+  for (int b = 0; b < kBuckets; ++b) count_at(s, b * kThreads + thread) = 0;
   auto pieces_of = [&](int cost) { return cost > piece ? (cost + piece - 1) / piece : 1; };
   auto bucket_of = [&](int cost) {
     const int each = (cost + pieces_of(cost) - 1) / pieces_of(cost);
     return min(kBuckets - 1, max(0, longest - each) * kBuckets / longest);
   };
   if (first < last) {
-    Cursor cursor(p, first);
+    Cursor cursor(p, s, first);
     for (int t = first; t < last; ++t, cursor.next())
-      s.histogram[bucket_of(cursor.cost()) * kThreads + thread] += pieces_of(cursor.cost());
+      count_at(s, bucket_of(cursor.cost()) * kThreads + thread) += pieces_of(cursor.cost());
   }
   __syncthreads();
   int sum = 0;
 #pragma unroll
-  for (int i = 0; i < kBuckets; ++i) sum += s.histogram[thread * kBuckets + i];
+  for (int i = 0; i < kBuckets; ++i) sum += count_at(s, thread * kBuckets + i);
   int offset = block_exclusive_sum(sum, s, total);
 #pragma unroll
   for (int i = 0; i < kBuckets; ++i) {
-    const int count = s.histogram[thread * kBuckets + i];
-    s.histogram[thread * kBuckets + i] = offset;
+    int& entry = count_at(s, thread * kBuckets + i);
+    const int count = entry;
+    entry = offset;
     offset += count;
   }
   __syncthreads();
   if (first < last) {
-    Cursor cursor(p, first);
+    Cursor cursor(p, s, first);
     for (int t = first; t < last; ++t, cursor.next()) {
       const int cost = cursor.cost(), pieces = pieces_of(cost);
-      int& place = s.histogram[bucket_of(cost) * kThreads + thread];
+      int& place = count_at(s, bucket_of(cost) * kThreads + thread);
       PrefillTile tile = cursor.tile;
       tile.split = -1;
       if (pieces == 1) {
@@ -276,7 +283,6 @@ int64_t lay_out(PrefillPlan& plan, char* base, int num_tokens, int batch, int gr
   take(plan.splits, plan.max_partials);
   take(plan.arrived, plan.max_partials);
   take(plan.combined, plan.max_partials);
-  take(plan.first_tile, batch + 1);
   take(plan.tiles, plan.max_tiles);
   take(plan.partial_rows, int64_t{plan.max_partials} * kPrefillRows);
   take(plan.partials, int64_t{plan.max_partials} * kPrefillRows * padded_head_dim);
@@ -297,15 +303,12 @@ PrefillPlan plan_view(void* workspace, int num_tokens, int batch, int group_size
 }
 
 void plan_prefill(const PrefillPlanParams& p, cudaStream_t stream) {
-  static bool configured = false;
-  if (!configured) {
-    BICL_CUDA_CHECK(cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
-    configured = true;
-  }
+  const int bytes = shared_bytes(p.batch);
+  BICL_CUDA_CHECK(cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   LaunchConfig config;
   config.grid = dim3(1);
   config.block = dim3(kThreads);
-  config.shared_bytes = sizeof(Shared);
+  config.shared_bytes = bytes;
   config.stream = stream;
   launch(plan_kernel, config, p);
 }

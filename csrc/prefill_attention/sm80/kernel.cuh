@@ -1,0 +1,196 @@
+// Prefill with mma.sync and cp.async: right on every card from sm_80 on, for every head_dim, tile and KV
+// dtype. 64 rows a CTA, 16 a warp; blocks of 64 keys from the last to the first, two stages.
+#pragma once
+
+#include "../../common/layout.cuh"
+#include "../rows.cuh"
+
+namespace bicl::prefill::sm80 {
+
+constexpr int kRows = 64;
+constexpr int kKeys = 64;
+constexpr int kThreads = 128;
+
+template <int D>
+struct Config {
+  static constexpr int kTile = D % 64 == 0 ? 64 : 32;  // dims of a tile in shared memory, whatever the pool's
+  static constexpr int kBytes = kKeys * D * 2;         // one stage of K or V; also Q
+  // D = 256 with two stages would not fit the 99 KB of sm_86 and sm_89.
+  static constexpr int kStages = D > 128 ? 1 : 2;
+  static constexpr int kSharedBytes = kBytes * (1 + 2 * kStages);
+};
+
+// Byte offset of 16-byte chunk `chunk` of row `row` in a [D / kTile][64][kTile] image.
+template <int D>
+__device__ __forceinline__ int image_offset(int row, int chunk) {
+  constexpr int kRowBytes = Config<D>::kTile * 2, kChunks = kRowBytes / 16;
+  return (chunk / kChunks) * (64 * kRowBytes) + row * kRowBytes +
+         swizzle_chunk(row, chunk % kChunks, kRowBytes) * 16;
+}
+
+template <typename E, typename KV, int D>
+__device__ __forceinline__ void load_keys(const PrefillParams& p, const PrefillTile& tile, int head, int plane,
+                                          int block, uint32_t target, char* target_generic) {
+  constexpr int kChunks = D * int(sizeof(KV)) / 16;
+  const int32_t* table = p.sequences.page_table + tile.sequence * p.sequences.page_table_stride;
+  const char* pool = static_cast<const char*>(p.pages.data);
+  const int page_shift = p.pages.page_size == 64 ? 6 : 5;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kKeys * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    const int key = block * kKeys + row;
+    const bool valid = key < tile.key_len;
+    const char* source = pool;
+    if (valid)
+      source += chunk_offset(p.pages, table[key >> page_shift], key & (p.pages.page_size - 1), head, plane, chunk);
+    if constexpr (sizeof(KV) == 2) {
+      ptx::cp_async_16(target + image_offset<D>(row, chunk), source, valid);
+    } else {
+      const uint4 raw = valid ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+      const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+      uint32_t wide[8];
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {
+        const auto two = static_cast<__nv_fp8x2_storage_t>(words[w / 2] >> (16 * (w & 1)));
+        constexpr auto kKind = std::is_same_v<KV, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
+        const __half2 half = __half2(__nv_cvt_fp8x2_to_halfraw2(two, kKind));
+        if constexpr (std::is_same_v<E, __half>) {
+          wide[w] = reinterpret_cast<const uint32_t&>(half);
+        } else {
+          const float2 f = __half22float2(half);
+          wide[w] = ptx::pack(f.x, f.y, E{});
+        }
+      }
+      *reinterpret_cast<uint4*>(target_generic + image_offset<D>(row, 2 * chunk)) =
+          make_uint4(wide[0], wide[1], wide[2], wide[3]);
+      *reinterpret_cast<uint4*>(target_generic + image_offset<D>(row, 2 * chunk + 1)) =
+          make_uint4(wide[4], wide[5], wide[6], wide[7]);
+    }
+  }
+}
+
+template <typename E, int D>
+__device__ __forceinline__ void load_query(const PrefillParams& p, const PrefillTile& tile, int head, uint32_t target) {
+  constexpr int kChunks = D / 8;
+  const E* query = static_cast<const E*>(p.query);
+  for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    const RowPlace place = row_place(p, tile.row + row);
+    const bool valid = place.token < tile.query_len && chunk * 8 < p.head_dim;
+    const E* source = query;
+    if (valid)
+      source += (tile.query_start + place.token) * p.query_token_stride +
+                (head * static_cast<int64_t>(p.group.divisor) + place.head) * p.query_head_stride + chunk * 8;
+    ptx::cp_async_16(target + image_offset<D>(row, chunk), source, valid);
+  }
+}
+
+// s[16 rows x 64 keys] = Q K^T for this warp's rows.
+template <typename E, int D>
+__device__ __forceinline__ void multiply_qk(float (&s)[32], uint32_t query, uint32_t key) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (float& x : s) x = 0.f;
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k) {
+    uint32_t a[4];
+    ptx::ldmatrix_x4(a, query + image_offset<D>(warp * 16 + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4(b, key + image_offset<D>(n * 16 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+      ptx::mma_16816(reinterpret_cast<float(&)[4]>(s[8 * n]), a, {b[0], b[1]}, E{});
+      ptx::mma_16816(reinterpret_cast<float(&)[4]>(s[8 * n + 4]), a, {b[2], b[3]}, E{});
+    }
+  }
+}
+
+// o[16 rows x D] += P V.
+template <typename E, int D>
+__device__ __forceinline__ void multiply_pv(float (&o)[D / 2], const uint32_t (&probabilities)[16], uint32_t value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < kKeys / 16; ++k) {
+    const auto& a = reinterpret_cast<const uint32_t(&)[4]>(probabilities[4 * k]);
+#pragma unroll
+    for (int n = 0; n < D / 16; ++n) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, value + image_offset<D>(k * 16 + lane % 16, 2 * n + lane / 16));
+      ptx::mma_16816(reinterpret_cast<float(&)[4]>(o[8 * n]), a, {b[0], b[1]}, E{});
+      ptx::mma_16816(reinterpret_cast<float(&)[4]>(o[8 * n + 4]), a, {b[2], b[3]}, E{});
+    }
+  }
+}
+
+template <typename E, typename KV, int D>
+__global__ void __launch_bounds__(kThreads) kernel(const __grid_constant__ PrefillParams p) {
+  extern __shared__ __align__(1024) char shared[];
+  constexpr int kBytes = Config<D>::kBytes, kStages = Config<D>::kStages;
+  ptx::grid_dependency_wait();
+  const int entry = blockIdx.x / (kPrefillRows / kRows), head = blockIdx.y;
+  if (entry >= p.plan.header->num_tiles) return;
+  PrefillTile tile = p.plan.tiles[entry];
+  tile.row += blockIdx.x % (kPrefillRows / kRows) * kRows;
+  if (row_place(p, tile.row).token >= tile.query_len) return;
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int row = tile.row + warp * 16 + lane / 4;
+  const ScoreScale scale(p);
+  const float lazy = kLazyLog2 / scale.log2_scale;
+  const RowKeys keys(p, tile, row);
+  const TileKeys bounds(p, tile, kRows);
+  const uint32_t query = ptx::smem_address(shared);
+  auto key_stage = [&](int stage) { return kBytes * (1 + 2 * stage); };
+  auto value_stage = [&](int stage) { return kBytes * (2 + 2 * stage); };
+  auto load = [&](int plane, int block, int stage) {
+    const int offset = plane == 0 ? key_stage(stage) : value_stage(stage);
+    load_keys<E, KV, D>(p, tile, head, plane, block, query + offset, shared + offset);
+  };
+
+  float o[D / 2];
+#pragma unroll
+  for (float& x : o) x = 0.f;
+  Softmax softmax;
+  // Whole tiles only: this path is planned without splits.
+  const int first = tile.block_begin * (kPrefillKeys / kKeys);
+  const int last = min(tile.block_end * (kPrefillKeys / kKeys), (bounds.end + kKeys - 1) / kKeys);
+  load_query<E, D>(p, tile, head, query);
+  if (first < last) load(0, last - 1, 0);
+  ptx::cp_async_commit();
+  if (first < last) load(1, last - 1, 0);
+  ptx::cp_async_commit();
+
+  int stage = 0;
+  for (int block = last - 1; block >= first; --block) {
+    ptx::cp_async_wait<1>();  // all but this block's V
+    __syncthreads();
+    float s[32];
+    multiply_qk<E, D>(s, query, query + key_stage(stage));
+    const int next_stage = (stage + 1) % kStages;
+    if (kStages == 1) __syncthreads();  // K is overwritten below
+    if (block > first) load(0, block - 1, next_stage);
+    ptx::cp_async_commit();
+    if (scale.cap_scale != 0.f) cap_scores(s, scale.cap_scale);
+    if (block * kKeys + kKeys > bounds.all_end || block * kKeys < bounds.all_begin)
+      mask_scores<true>(s, keys, block * kKeys + 2 * (lane % 4));
+    float factor[2];
+    softmax.update(s, scale.log2_scale, lazy, factor);
+    rescale(o, factor);
+    uint32_t probabilities[16];
+    pack_probabilities<E>(probabilities, s);
+    ptx::cp_async_wait<1>();  // all but the next K
+    __syncthreads();
+    multiply_pv<E, D>(o, probabilities, query + value_stage(stage));
+    if (kStages == 1) __syncthreads();
+    if (block > first) load(1, block - 1, next_stage);
+    ptx::cp_async_commit();
+    stage = next_stage;
+  }
+
+  softmax.finish();
+  const float inverse[2] = {softmax.inverse(0, p.pages.v_scale), softmax.inverse(1, p.pages.v_scale)};
+  store_rows<E>(p, tile, head, row, 0, o, inverse);
+  store_lse(p, tile, head, row, softmax, scale.log2_scale);
+}
+
+}  // namespace bicl::prefill::sm80
