@@ -5,6 +5,7 @@
 #include "gather/api.h"
 #include "store_kv/api.h"
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(built_archs, bicl::built_archs);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_offsets, bicl::layout_offsets);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, bicl::copy_pages_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_attention, bicl::decode_attention_api);

@@ -198,7 +198,7 @@ def build(args: argparse.Namespace) -> None:
     bindings = build_dir / "bindings.o"
     cuda_include = Path(args.cuda_home) / "include"
     compile_once(
-        [args.cxx, "-O2", "-fPIC", "-fvisibility=hidden", *includes, "-I", str(cuda_include),
+        [args.cxx, "-O2", "-fPIC", "-fvisibility=hidden", f'-DBICL_ARCHS="{args.arch}"', *includes, "-I", str(cuda_include),
          "-MD", "-MF", str(bindings.with_suffix(".d")),
          "-c", str(CSRC / "bindings.cpp"), "-o", str(bindings)],
         bindings,

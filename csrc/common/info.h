@@ -1,10 +1,15 @@
 // What the library says about itself; none of it needs a GPU.
 #pragma once
 
+#include <tvm/ffi/string.h>
+
 #include "check.h"
 #include "layout.cuh"
 
 namespace bicl {
+
+// The cards this library was compiled for, as given to build.py --arch.
+inline tvm::ffi::String built_archs() { return BICL_ARCHS; }
 
 // Fills out (int64 [page_size, padded_head_dim], CPU) with the element offset of (token, dim) inside a
 // plane, for comparison with PageLayout.plane_offsets.

@@ -107,12 +107,23 @@ __device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, u
 // --- clusters (sm_90) ---------------------------------------------------------------------------
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+__device__ __forceinline__ uint32_t cluster_index() {
+  uint32_t index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+
+// Arrives without ordering anything but what fence_barrier_init() covers.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // The address in CTA `rank` of the cluster that corresponds to `address` here.
@@ -122,19 +133,19 @@ __device__ __forceinline__ uint32_t map_shared(uint32_t address, uint32_t rank) 
   return remote;
 }
 
-__device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
+// Stores into a peer's shared memory and counts the bytes on the peer's barrier: whoever waits there sees them.
+__device__ __forceinline__ void store_async(uint32_t address, uint32_t barrier, const float4& v) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
 }
 
-__device__ __forceinline__ float2 load_cluster_float2(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
+__device__ __forceinline__ void store_async(uint32_t address, uint32_t barrier, const float2& v) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                   address),
+               "f"(v.x), "f"(v.y), "r"(barrier)
+               : "memory");
 }
 #endif
 
@@ -216,7 +227,10 @@ __device__ __forceinline__ int32_t atomic_add_acq_rel(int32_t* address, int32_t 
   return old;
 }
 
-// Barrier among `threads` threads of the block; ids 1 to 15.
+// Barrier among `threads` threads of the block; ids 1 to 15. Arriving does not wait.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

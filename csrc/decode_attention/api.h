@@ -41,6 +41,13 @@ inline void decode_attention_api(TensorView out, Optional<TensorView> lse, Tenso
   p.query_head_stride = query.stride(1);
   p.out_token_stride = out.stride(0);
   p.out_head_stride = out.stride(1);
+  BICL_CHECK(p.head_dim % 8 == 0) << "head_dim " << p.head_dim << " must be a multiple of 8";
+  BICL_CHECK(reinterpret_cast<uintptr_t>(p.query) % 4 == 0 && p.query_token_stride % 2 == 0 &&
+             p.query_head_stride % 2 == 0)
+      << "query rows must be 4-byte aligned";
+  BICL_CHECK(reinterpret_cast<uintptr_t>(p.out) % 8 == 0 && p.out_token_stride % 4 == 0 &&
+             p.out_head_stride % 4 == 0)
+      << "out rows must be 8-byte aligned";
   p.lse = nullptr;
   if (lse.has_value()) {
     const TensorView& t = lse.value();

@@ -140,7 +140,7 @@ __device__ __forceinline__ void scores(float (&score)[2][T::kHeadBlocks][4], con
   using Compute = typename T::Compute;
   constexpr int kSteps = T::kHeadDim / 16;
   // Two accumulators a tile halve the chain of dependent mma where registers allow.
-  constexpr int kChains = T::kHeadBlocks == 1 ? 2 : 1;
+  constexpr int kChains = T::kHeadBlocks == 1 && T::kConsumerWarps == 4 ? 2 : 1;
   float c[kChains][2][T::kHeadBlocks][4] = {};
   if constexpr (T::kFp8) {
 #pragma unroll

@@ -19,46 +19,56 @@ namespace bicl::decode {
 
 struct KernelParams {
   DecodeParams p;
-  int heads;        // (KV head, block of query heads) pairs of one sequence
-  int head_blocks;  // blocks of query heads of one KV head
-  int group;        // query heads of one KV head
+  FastDiv heads;        // (KV head, block of query heads) pairs of one sequence
+  FastDiv head_blocks;  // blocks of query heads of one KV head
+  FastDiv grid;         // CTAs
+  int group;            // query heads of one KV head
   int stages;
-  int cluster;      // CTAs a cluster; 1: stream-K only
-  bool query_pairs; // query elements may be read in aligned pairs
-  bool out_vectors; // outputs may be written four at a time
+  int cluster_log2;     // of the CTAs a cluster; 0: stream-K only
 };
 
-constexpr int kConsumerBarrier = 1;
+enum NamedBarrier { kEntriesReady = 1, kConsumersOnly = 2 };
 
 template <typename T>
 class DecodeCta {
- public:
-  __device__ DecodeCta(const KernelParams& kp, char* shared)
-      : k_(kp), p_(kp.p), shared_(shared), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
+  using Plan = SharedPlan<T>;
 
-  __device__ void run() {
-    if (threadIdx.x == 0) {
-#pragma unroll 1
-      for (int s = 0; s < k_.stages; ++s) {
-        ptx::mbarrier_init(full(s), T::Loader::kFullArrivals);
-        ptx::mbarrier_init(empty(s), 2);  // the two warps of the stage's group
-      }
-      if constexpr (T::Loader::kClusters) ptx::fence_barrier_init();
-    }
+ public:
+  __device__ explicit DecodeCta(const KernelParams& kp)
+      : k_(kp), p_(kp.p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ void run() {
     if (p_.pdl) ptx::grid_launch_dependents();
-    build_prefix(prefix(), &longest(), p_.sequences.cache_seqlens, p_.sequences.batch, p_.window_left, multiple());
-    const Line line(prefix(), p_.sequences.batch, k_.heads, gridDim.x, p_.deterministic);
+    const bool producer = warp_ == T::kConsumerWarps;
+    if (producer) {
+      init_barriers();
+      build_entries(entries(), &longest(), p_.sequences, p_.window_left, multiple());
+      __syncwarp();
+      ptx::named_barrier_arrive(kEntriesReady, T::kThreads);
+    } else {
+      ptx::named_barrier(kEntriesReady, T::kThreads);
+    }
+    const Line line(entries(), p_.sequences.batch, k_.heads.divisor, k_.grid, p_.deterministic);
     const bool cluster = use_cluster(line);
     int begin, end;
     if (cluster) {
       cluster_share(begin, end);
     } else {
-      begin = line.begin(blockIdx.x);
-      end = line.begin(blockIdx.x + 1);
+      const int mine = line.begin(blockIdx.x + lane_ % 2);
+      begin = __shfl_sync(~0u, mine, 0);
+      end = __shfl_sync(~0u, mine, 1);
     }
-    if (warp_ == T::kConsumerWarps) produce(line, begin, end);
-    else consume(line, begin, end, cluster);
-    if (cluster) combine_cluster();
+    if (cluster) start_cluster();
+    if (producer) {
+      produce(line, begin, end);
+      if (cluster) wait_cluster();
+    } else {
+      if (p_.pdl) ptx::grid_dependency_wait();
+      if (!cluster) clear_empty_sequences();
+      if (cluster && begin == end) push_nothing();
+      consume(line, begin, end, cluster);
+      if (cluster) combine_cluster();
+    }
   }
 
  private:
@@ -67,62 +77,87 @@ class DecodeCta {
 
   // A cluster a (sequence, head) has no balancing: lengths must be even.
   __device__ __forceinline__ bool use_cluster(const Line& line) const {
-    if (!T::Loader::kClusters || k_.cluster == 1 || line.total() == 0) return false;
+    if (!T::Loader::kClusters || k_.cluster_log2 == 0 || line.total() == 0) return false;
     const int batch = p_.sequences.batch;
-    return batch == 1 || 4ll * longest() * batch <= 5ll * prefix()[batch];
+    return batch == 1 || 4ll * longest() * batch <= 5ll * entries()[batch].before;
   }
 
   // One cluster a (sequence, head), equal shares of its blocks.
   __device__ __forceinline__ void cluster_share(int& begin, int& end) const {
-    const int pair = blockIdx.x / k_.cluster, rank = blockIdx.x % k_.cluster;
-    const int sequence = pair / k_.heads, head = pair % k_.heads;
-    const int blocks = prefix()[sequence + 1] - prefix()[sequence];
-    const int start = prefix()[sequence] * k_.heads + head * blocks;
-    begin = start + rank * blocks / k_.cluster;
-    end = start + (rank + 1) * blocks / k_.cluster;
+    const Place place = cluster_place();
+    const int start = entries()[place.sequence].before * k_.heads.divisor + place.head * place.num_blocks;
+    const int rank = ptx::cluster_rank();
+    begin = start + (rank * place.num_blocks >> k_.cluster_log2);
+    end = start + ((rank + 1) * place.num_blocks >> k_.cluster_log2);
+  }
+
+  __device__ __forceinline__ Place cluster_place() const {
+    uint32_t head;
+    const int sequence = k_.heads.divide(ptx::cluster_index(), head);
+    const Entry entry = entries()[sequence];
+    return {sequence, static_cast<int>(head), 0, entries()[sequence + 1].before - entry.before, entry.length};
+  }
+
+  __device__ __forceinline__ Heads heads_of(int head) const {
+    uint32_t block;
+    const int kv = k_.head_blocks.divide(head, block);
+    const int first = block * T::kHeads;
+    return {kv, kv * k_.group + first, min(T::kHeads, k_.group - first)};
   }
 
   // --- producer -------------------------------------------------------------------------------------
-  __device__ __forceinline__ BlockSource resolve(const Line& line, int x, bool& newest) const {
+  __device__ __forceinline__ void init_barriers() const {
+    if (lane_ < k_.stages) {
+      ptx::mbarrier_init(full(lane_), T::Loader::kFullArrivals);
+      ptx::mbarrier_init(empty(lane_), 2);  // the two warps of the stage's group
+    }
+    if (lane_ == 0) ptx::mbarrier_init(peers_done(), 1);
+    if constexpr (T::Loader::kClusters) ptx::fence_barrier_init();
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ BlockSource resolve(const Line& line, int x) const {
     const Place place = line.place(x);
-    const int length = p_.sequences.cache_seqlens[place.sequence];
-    const Span span = visible_span(length, p_.window_left, multiple());
+    const Span span = visible_span(place.length, p_.window_left, 1);
     const int key = (span.first_block + place.block) * kBlockKeys;
-    const int head = place.head / k_.head_blocks;
+    const int left = place.length - key;
     BlockSource block;
-    block.rows = max(0, min(length - key, kBlockKeys));
-    newest = block.rows > 0 && key + kBlockKeys >= length;
+    block.head = k_.head_blocks.divide(place.head);
+    block.rows = max(0, min(left, kBlockKeys));
+    block.newest = left > 0 && left <= kBlockKeys;
     const int32_t* table = p_.sequences.page_table + place.sequence * p_.sequences.page_table_stride;
-    const auto page_at = [&](int token) {
-      const int64_t page = table[token / p_.pages.page_size];
-      return static_cast<const char*>(p_.pages.data) + head_page_offset(p_.pages, page, head);
-    };
-    block.page[0] = block.rows > 0 ? page_at(key) : nullptr;
-    block.page[1] = block.rows > p_.pages.page_size ? page_at(key + p_.pages.page_size) : nullptr;
+    if (p_.pages.page_size == kBlockKeys) {
+      block.page[0] = left > 0 ? table[key / kBlockKeys] : 0;
+    } else {
+      block.page[0] = left > 0 ? table[key / 32] : 0;
+      block.page[1] = left > 32 ? table[key / 32 + 1] : 0;
+    }
     return block;
   }
 
-  __device__ void produce(const Line& line, int begin, int end) {
+  __device__ __forceinline__ void produce(const Line& line, int begin, int end) {
     typename T::Loader loader;
     bool waited = !p_.pdl;
     int stage = 0;
     uint32_t parity = 1;  // the first round finds its stages empty
     BlockSource next{};
-    bool next_newest = false;
-    if (begin + lane_ < end) next = resolve(line, begin + lane_, next_newest);
-    for (int x = begin; x < end; x += 32) {
+    // One batch of 32 is resolved ahead; its table entries arrive while the one before is issued.
+#pragma unroll 1
+    for (int x = begin - 32; x < end; x += 32) {
       const BlockSource block = next;
-      const uint32_t newest = __ballot_sync(~0u, next_newest && x + lane_ < end);
-      if (x + 32 + lane_ < end) next = resolve(line, x + 32 + lane_, next_newest);
+      if (x + 32 + lane_ < end) next = resolve(line, x + 32 + lane_);
+      else next.newest = false;
+      if (x < begin) continue;
+      const uint32_t newest = __ballot_sync(~0u, block.newest);
       const int count = min(32, end - x);
+#pragma unroll 1
       for (int turn = 0; turn < count; ++turn) {
         // Old pages stream while the kernel before this one still writes the newest token.
         if (!waited && (newest >> turn & 1)) {
           ptx::grid_dependency_wait();
           waited = true;
         }
-        loader.template load<T>(block, turn, lane_, p_.pages, ring(stage), full(stage),
-                                empty(stage), parity);
+        loader.template load<T>(block, turn, lane_, p_.pages, ring(stage), full(stage), empty(stage), parity);
         if (++stage == k_.stages) stage = 0, parity ^= 1;
       }
     }
@@ -131,11 +166,11 @@ class DecodeCta {
   // --- consumers ------------------------------------------------------------------------------------
   // This warp's position in the ring: it visits every kGroups-th block of the CTA's share.
   struct Cursor {
-    int x;      // next block of this warp's group
+    int x;  // next block of this warp's group
     int stage;
     uint32_t parity = 0;
 
-    __device__ Cursor(const DecodeCta& cta, int begin) : x(begin + cta.warp_ / 2), stage(cta.warp_ / 2) {}
+    __device__ Cursor(int begin, int group) : x(begin + group), stage(group) {}
 
     __device__ __forceinline__ void advance(int stages) {
       x += T::kGroups;
@@ -144,62 +179,58 @@ class DecodeCta {
     }
   };
 
-  __device__ void consume(const Line& line, int begin, int end, bool cluster) {
-    if (p_.pdl) ptx::grid_dependency_wait();
-    if (!cluster) clear_empty_sequences();
+  // Where a unit's result goes.
+  struct Target {
+    enum Kind { kFinal, kWorkspace, kCluster, kKeep } kind;
+    bool fold;  // onto what was kept
+    int slot;   // of the workspace
+  };
+
+  __device__ __forceinline__ void consume(const Line& line, int begin, int end, bool cluster) {
     const int slots = p_.deterministic ? kMaxUnits + 1 : 2;
-    Cursor cursor(*this, begin);
-    Piece pieces[T::kOwned];
+    Cursor cursor(begin, warp_ / 2);
+    WarpState<T> state;
+#pragma unroll 1
     for (int x = begin; x < end;) {
       // A segment: consecutive blocks of one (sequence, head).
-      const Place place = line.place(x);
+      Place place = line.place(x);
+      const int start = x - place.block;
       const int count = min(place.num_blocks - place.block, end - x);
-      const bool from_start = place.block == 0;
       const int step = p_.deterministic ? unit_blocks(place.num_blocks) : count;
+      const bool from_start = place.block == 0;
+      const bool whole = count == place.num_blocks;
+      const Heads heads = heads_of(place.head);
       Query<T> query;
-      load_query(query, place.sequence, place.head);
-      reset(pieces);
+      load_query(query, place.sequence, heads);
+#pragma unroll 1
       for (int done = 0, index = 0; done < count; done += step, ++index) {
-        Place part = place;
-        part.block += done;
-        unit(cursor, part, x + done, min(step, count - done), query, pieces);
-        if (!from_start && !cluster) {  // an earlier CTA began this head: units stay apart, to be folded in order
-          put_partial(partial(blockIdx.x * slots + index), place.head, pieces);
-          reset(pieces);
-        }
+        const int unit_end = x + min(done + step, count);
+        unit(cursor, place, start, unit_end, query, state);
+        // Deterministic units are folded in order; where an earlier CTA began the head, they stay apart.
+        Target target{Target::kFinal, from_start && done > 0, static_cast<int>(blockIdx.x) * slots};
+        if (cluster) target.kind = Target::kCluster;
+        else if (from_start && unit_end < x + count) target.kind = Target::kKeep;
+        else if (!whole) target.kind = Target::kWorkspace, target.slot += from_start ? slots - 1 : index;
+        merge(state, place.sequence, heads, target);
       }
-      if (!cluster) finish_segment(line, place, x, count, slots, pieces);
+      if (!cluster && !whole && arrive_last(place, count)) combine_line(line, place, heads, start, slots);
       x += count;
     }
-    if (cluster) {
-      ptx::named_barrier(kConsumerBarrier, T::kConsumers);  // the ring is empty
-      put_partial(exchange(), cluster_head(), pieces);
-    }
   }
 
-  __device__ __forceinline__ void finish_segment(const Line& line, const Place& place, int x, int count, int slots,
-                                                 const Piece (&pieces)[T::kOwned]) {
-    if (count == place.num_blocks) {
-      write_pieces(place.sequence, place.head, pieces);
-      return;
-    }
-    if (place.block == 0) put_partial(partial(blockIdx.x * slots + slots - 1), place.head, pieces);
-    if (arrive_last(place, count)) combine_line(line, place, x - place.block, slots);
-  }
-
-  // Blocks [place.block, + count) of one (sequence, head), at `first` in the line, merged over the warps and folded into `pieces`.
-  __device__ __forceinline__ void unit(Cursor& cursor, const Place& place, int first, int count,
-                                       const Query<T>& query, Piece (&pieces)[T::kOwned]) {
-    const int length = p_.sequences.cache_seqlens[place.sequence];
-    const Span span = visible_span(length, p_.window_left, 1);
+  // Blocks up to unit_end of one (sequence, head); `start` is the head's first position in the line.
+  __device__ __forceinline__ void unit(Cursor& cursor, const Place& place, int start, int unit_end,
+                                       const Query<T>& query, WarpState<T>& state) const {
+    const Span span = visible_span(place.length, p_.window_left, 1);
     const int half = warp_ % 2;
     const StageView<T> view(half, lane_, p_.pages.page_size);
     const float scale = p_.scale * p_.pages.k_scale;
-    WarpState<T> state;
     state.reset();
-    for (; cursor.x < first + count; cursor.advance(k_.stages)) {
-      const int key = (span.first_block + place.block + cursor.x - first) * kBlockKeys + half * kWarpKeys;
-      const int low = span.first_key - key, high = length - key;  // visible keys, from the warp's first
+#pragma unroll 1
+    for (; cursor.x < unit_end; cursor.advance(k_.stages)) {
+      const int key = (span.first_block + cursor.x - start) * kBlockKeys + half * kWarpKeys;
+      // Visible keys, counted from the warp's first.
+      const int low = span.first_key - key, high = place.length - key;
       ptx::mbarrier_wait(full(cursor.stage), cursor.parity);
       if (high > 0 && low < kWarpKeys) {
         const bool masked = low > 0 || high < kWarpKeys;
@@ -219,32 +250,16 @@ class DecodeCta {
       __syncwarp();
       if (lane_ == 0) ptx::mbarrier_arrive(empty(cursor.stage));
     }
-    merge(state, place.head, pieces);
   }
 
   // Zero for rows and dims that do not exist; fp8: as fp16.
-  __device__ __forceinline__ void load_query(Query<T>& query, int sequence, int head) const {
-    if (k_.query_pairs) {
-      load_query_with(query, sequence, head, [](const uint16_t* source, int) {
-        return *reinterpret_cast<const uint32_t*>(source);
-      });
-    } else {
-      load_query_with(query, sequence, head, [](const uint16_t* source, int left) {
-        return source[0] | (left > 1 ? static_cast<uint32_t>(source[1]) << 16 : 0u);
-      });
-    }
-  }
-
-  template <typename Load>
-  __device__ __forceinline__ void load_query_with(Query<T>& query, int sequence, int head, Load load) const {
+  __device__ __forceinline__ void load_query(Query<T>& query, int sequence, const Heads& heads) const {
     const int t = lane_ % 4;
-    const int active = active_heads(head);
+    const auto* rows = static_cast<const uint16_t*>(p_.query) + sequence * p_.query_token_stride +
+                       (heads.first_query + lane_ / 4) * p_.query_head_stride;
     const auto pair = [&](int n, int dim) {
-      const int row = 8 * n + lane_ / 4;
-      if (row >= active || dim >= p_.head_dim) return 0u;
-      const uint32_t bits = load(static_cast<const uint16_t*>(p_.query) + sequence * p_.query_token_stride +
-                                     (first_query_head(head) + row) * p_.query_head_stride + dim,
-                                 p_.head_dim - dim);
+      if (8 * n + lane_ / 4 >= heads.active || dim >= p_.head_dim) return 0u;
+      const uint32_t bits = *reinterpret_cast<const uint32_t*>(rows + 8 * n * p_.query_head_stride + dim);
       if (!T::kFp8 || p_.query_dtype == DType::kFloat16) return bits;
       const auto clamp = [](uint32_t b) { return fminf(fmaxf(__uint_as_float(b), -65504.f), 65504.f); };
       return ptx::pack(clamp(bits << 16), clamp(bits & 0xffff0000u), __half{});
@@ -252,14 +267,14 @@ class DecodeCta {
     const auto first = [&](int n, int k) { return pair(n, 16 * k + (T::kFp8 ? 4 : 2) * t); };
     const auto second = [&](int n, int k) { return pair(n, 16 * k + (T::kFp8 ? 4 * t + 2 : 2 * t + 8)); };
     if constexpr (T::kQueryShared) {
-      auto* shared = reinterpret_cast<uint2*>(shared_ + Plan::kQuery) + lane_;
-      ptx::named_barrier(kConsumerBarrier, T::kConsumers);  // the last query has been used
+      auto* fragments = reinterpret_cast<uint2*>(shared() + Plan::kQuery) + lane_;
+      ptx::named_barrier(kConsumersOnly, T::kConsumers);  // the last query has been used
 #pragma unroll 2
       for (int i = warp_; i < T::kHeadBlocks * Query<T>::kSteps; i += T::kConsumerWarps)
-        shared[i * 32] = make_uint2(first(i / Query<T>::kSteps, i % Query<T>::kSteps),
+        fragments[i * 32] = make_uint2(first(i / Query<T>::kSteps, i % Query<T>::kSteps),
                                     second(i / Query<T>::kSteps, i % Query<T>::kSteps));
-      ptx::named_barrier(kConsumerBarrier, T::kConsumers);
-      query.shared = shared;
+      ptx::named_barrier(kConsumersOnly, T::kConsumers);
+      query.shared = fragments;
     } else {
 #pragma unroll
       for (int n = 0; n < T::kHeadBlocks; ++n)
@@ -272,133 +287,136 @@ class DecodeCta {
   }
 
   // --- results ----------------------------------------------------------------------------------------
-  __device__ __forceinline__ int first_query_head(int head) const {
-    return head / k_.head_blocks * k_.group + head % k_.head_blocks * T::kHeads;
-  }
-  __device__ __forceinline__ int active_heads(int head) const {
-    return min(T::kHeads, k_.group - head % k_.head_blocks * T::kHeads);
-  }
-
-  __device__ __forceinline__ static void reset(Piece (&pieces)[T::kOwned]) {
-#pragma unroll
-    for (int i = 0; i < T::kOwned; ++i) pieces[i] = Piece{};
-  }
-
-  // Calls f(i, row, dim) for each float4 this thread owns: its index, query row of the CTA, first dim.
+  // Calls f(vector, row, dim) for each float4 of the outputs that is this thread's.
   template <typename F>
-  __device__ __forceinline__ void for_owned(int head, F&& f) const {
-    const int active = active_heads(head) * (T::kHeadDim / 4);
-#pragma unroll
-    for (int i = 0; i < T::kOwned; ++i) {
-      const int vector = threadIdx.x + i * T::kConsumers;
-      if (vector < active) f(i, vector / (T::kHeadDim / 4), vector % (T::kHeadDim / 4) * 4);
-    }
+  __device__ __forceinline__ void for_vectors(const Heads& heads, F&& f) const {
+    const int vectors = heads.active * (T::kHeadDim / 4);
+#pragma unroll 1
+    for (int v = threadIdx.x; v < vectors; v += T::kConsumers)
+      f(v, v / (T::kHeadDim / 4), v % (T::kHeadDim / 4) * 4);
   }
 
-  // The warps' states to one piece a thread.
-  __device__ __forceinline__ void merge(WarpState<T>& state, int head, Piece (&pieces)[T::kOwned]) {
+  // The warps' states to one piece a thread, and on to its target.
+  __device__ __forceinline__ void merge(WarpState<T>& state, int sequence, const Heads& heads, const Target& target) const {
+    ptx::named_barrier(kConsumersOnly, T::kConsumers);  // the last merge has been read
+    put_state(state, heads.active);
+    ptx::named_barrier(kConsumersOnly, T::kConsumers);
+    if (target.kind == Target::kCluster) wait_cluster();
+    for_vectors(heads, [&](int v, int row, int dim) {
+      Piece piece = merged(row, dim);
+      if (target.fold) {
+        Piece kept = get_kept(v);
+        fold(kept, piece.maximum, piece.sum, piece.out);
+        piece = kept;
+      }
+      switch (target.kind) {
+        case Target::kFinal:
+          write_final<T>(p_, sequence, heads.first_query + row, dim, piece);
+          break;
+        case Target::kWorkspace: put_partial(target.slot, row, dim, piece); break;
+        case Target::kCluster: push(v, piece); break;
+        case Target::kKeep: keep(v, piece); break;
+      }
+    });
+  }
+
+  __device__ __forceinline__ void put_state(WarpState<T>& state, int active) const {
     const int g = lane_ / 4, t = lane_ % 4;
+    float* rows = merge_rows() + (warp_ * T::kHeads + 2 * t) * T::kMergeStride;
 #pragma unroll
     for (int n = 0; n < T::kHeadBlocks; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        float& sum = state.sum[n][j];
+        float sum = state.sum[n][j];
         sum += __shfl_xor_sync(~0u, sum, 4);
         sum += __shfl_xor_sync(~0u, sum, 8);
         sum += __shfl_xor_sync(~0u, sum, 16);
-      }
-    ptx::named_barrier(kConsumerBarrier, T::kConsumers);  // the last merge has been read
-    float* rows = merge_rows() + warp_ * T::kHeads * T::kMergeStride;
-#pragma unroll
-    for (int n = 0; n < T::kHeadBlocks; ++n) {
-      if (8 * n < active_heads(head)) {
+        if (g == 0) stats()[warp_ * T::kHeads + 8 * n + 2 * t + j] = make_float2(state.maximum[n][j], sum);
+        if (8 * n >= active) continue;
+        float* row = rows + (8 * n + j) * T::kMergeStride + (T::kFp8 ? 2 * g : g);
 #pragma unroll
         for (int d = 0; d < WarpState<T>::kSteps; ++d)
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            float* row = rows + (8 * n + 2 * t + j) * T::kMergeStride + 16 * d;
-            if constexpr (T::kFp8) {
-              *reinterpret_cast<float2*>(row + 2 * g) = make_float2(state.out[d][n][j], state.out[d][n][j + 2]);
-            } else {
-              row[g] = state.out[d][n][j];
-              row[g + 8] = state.out[d][n][j + 2];
-            }
+          if constexpr (T::kFp8) {
+            *reinterpret_cast<float2*>(row + 16 * d) = make_float2(state.out[d][n][j], state.out[d][n][j + 2]);
+          } else {
+            row[16 * d] = state.out[d][n][j];
+            row[16 * d + 8] = state.out[d][n][j + 2];
           }
       }
-      if (g == 0)
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          stats()[warp_ * T::kHeads + 8 * n + 2 * t + j] = make_float2(state.maximum[n][j], state.sum[n][j]);
-    }
-    ptx::named_barrier(kConsumerBarrier, T::kConsumers);
-    for_owned(head, [&](int i, int row, int dim) {
-      Piece all;
-      float2 stat[T::kConsumerWarps];
-#pragma unroll
-      for (int w = 0; w < T::kConsumerWarps; ++w) {
-        stat[w] = stats()[w * T::kHeads + row];
-        all.maximum = fmaxf(all.maximum, stat[w].x);
-      }
-#pragma unroll
-      for (int w = 0; w < T::kConsumerWarps; ++w) {
-        const float weight = ptx::exp2_approx(stat[w].x - all.maximum);
-        const float4 out = *reinterpret_cast<const float4*>(merge_rows() + (w * T::kHeads + row) * T::kMergeStride + dim);
-        all.sum = __fmaf_rn(stat[w].y, weight, all.sum);
-        all.out.x = __fmaf_rn(out.x, weight, all.out.x);
-        all.out.y = __fmaf_rn(out.y, weight, all.out.y);
-        all.out.z = __fmaf_rn(out.z, weight, all.out.z);
-        all.out.w = __fmaf_rn(out.w, weight, all.out.w);
-      }
-      fold(pieces[i], all.maximum, all.sum, all.out);
-    });
   }
 
-  __device__ __forceinline__ void write_pieces(int sequence, int head, const Piece (&pieces)[T::kOwned]) const {
-    for_owned(head, [&](int i, int row, int dim) {
-      write_final(p_, k_.out_vectors, sequence, first_query_head(head) + row, dim, pieces[i]);
-    });
+  __device__ __forceinline__ Piece merged(int row, int dim) const {
+    Piece all;
+#pragma unroll
+    for (int w = 0; w < T::kConsumerWarps; ++w)
+      all.maximum = fmaxf(all.maximum, stats()[w * T::kHeads + row].x);
+#pragma unroll
+    for (int w = 0; w < T::kConsumerWarps; ++w) {
+      const float2 stat = stats()[w * T::kHeads + row];
+      const float weight = ptx::exp2_approx(stat.x - all.maximum);
+      const float4 out =
+          *reinterpret_cast<const float4*>(merge_rows() + (w * T::kHeads + row) * T::kMergeStride + dim);
+      all.sum = __fmaf_rn(stat.y, weight, all.sum);
+      all.out.x = __fmaf_rn(out.x, weight, all.out.x);
+      all.out.y = __fmaf_rn(out.y, weight, all.out.y);
+      all.out.z = __fmaf_rn(out.z, weight, all.out.z);
+      all.out.w = __fmaf_rn(out.w, weight, all.out.w);
+    }
+    return all;
+  }
+
+  __device__ __forceinline__ void keep(int vector, const Piece& piece) const {
+    result()[vector] = piece.out;
+    result_stats()[vector] = make_float2(piece.maximum, piece.sum);
+  }
+  __device__ __forceinline__ Piece get_kept(int vector) const {
+    const float2 stat = result_stats()[vector];
+    return {stat.x, stat.y, result()[vector]};
   }
 
   // Sequences without keys get no work: zeros, and -inf for their LSE.
-  __device__ void clear_empty_sequences() const {
-    for (int b = blockIdx.x; b < p_.sequences.batch; b += gridDim.x)
-      if (prefix()[b] == prefix()[b + 1])
-        for (int head = 0; head < k_.heads; ++head) {
-          const Piece nothing[T::kOwned];
-          write_pieces(b, head, nothing);
-        }
+  __device__ __forceinline__ void clear_empty_sequences() const {
+#pragma unroll 1
+    for (int b = blockIdx.x; b < p_.sequences.batch; b += gridDim.x) {
+      if (entries()[b].length > 0) continue;
+#pragma unroll 1
+      for (int head = 0; head < static_cast<int>(k_.heads.divisor); ++head) {
+        const Heads heads = heads_of(head);
+        for_vectors(heads, [&](int, int row, int dim) {
+          write_final<T>(p_, b, heads.first_query + row, dim, Piece{});
+        });
+      }
+    }
   }
 
   // --- combine through the workspace --------------------------------------------------------------------
+  // A slot: [head][dim], then (maximum, sum) [head].
   __device__ __forceinline__ float* partial(int slot) const {
     return static_cast<float*>(p_.workspace) + static_cast<int64_t>(slot) * T::kPartialFloats;
   }
 
-  // Layout of a result that others read: [head][dim], then (maximum, sum) [head].
-  __device__ __forceinline__ void put_partial(float* target, int head, const Piece (&pieces)[T::kOwned]) const {
-    for_owned(head, [&](int i, int row, int dim) {
-      *reinterpret_cast<float4*>(target + row * T::kHeadDim + dim) = pieces[i].out;
-      if (dim == 0)
-        reinterpret_cast<float2*>(target + T::kHeads * T::kHeadDim)[row] =
-            make_float2(pieces[i].maximum, pieces[i].sum);
-    });
+  __device__ __forceinline__ void put_partial(int slot, int row, int dim, const Piece& piece) const {
+    float* target = partial(slot);
+    *reinterpret_cast<float4*>(target + row * T::kHeadDim + dim) = piece.out;
+    if (dim == 0)
+      reinterpret_cast<float2*>(target + T::kHeads * T::kHeadDim)[row] = make_float2(piece.maximum, piece.sum);
   }
 
   // Counts blocks, so that it does not matter how many CTAs share a head. Resets itself.
-  __device__ __forceinline__ bool arrive_last(const Place& place, int count) {
-    ptx::named_barrier(kConsumerBarrier, T::kConsumers);  // every thread's partials are written
+  __device__ __forceinline__ bool arrive_last(const Place& place, int count) const {
+    ptx::named_barrier(kConsumersOnly, T::kConsumers);  // every thread's partials are written
     if (threadIdx.x == 0) {
-      int32_t* counter = p_.counters + place.sequence * k_.heads + place.head;
+      int32_t* counter = p_.counters + place.sequence * k_.heads.divisor + place.head;
       const bool last = ptx::atomic_add_acq_rel(counter, count) + count == place.num_blocks;
       if (last) *counter = 0;
       is_last() = last;
     }
-    ptx::named_barrier(kConsumerBarrier, T::kConsumers);
+    ptx::named_barrier(kConsumersOnly, T::kConsumers);
     return is_last() != 0;
   }
 
   // Lists the slots that hold parts of this head, in order; `start` is its first position in the line.
-  __device__ __forceinline__ int list_slots(const Line& line, const Place& place, int start, int slots) {
+  __device__ __forceinline__ int list_slots(const Line& line, const Place& place, int start, int slots) const {
     const int first = line.owner(start);
     if (!p_.deterministic) {
       const int count = line.owner(start + place.num_blocks - 1) - first + 1;
@@ -417,14 +435,12 @@ class DecodeCta {
     return __popc(all);
   }
 
-  __device__ __forceinline__ void combine_line(const Line& line, const Place& place, int start, int slots) {
+  __device__ __forceinline__ void combine_line(const Line& line, const Place& place, const Heads& heads, int start,
+                                               int slots) const {
     const int count = list_slots(line, place, start, slots);
-    ptx::named_barrier(kConsumerBarrier, T::kConsumers);
+    ptx::named_barrier(kConsumersOnly, T::kConsumers);
     constexpr int kBatch = 8;  // loads in flight
-    const int vectors = active_heads(place.head) * (T::kHeadDim / 4);
-#pragma unroll 1
-    for (int v = threadIdx.x; v < vectors; v += T::kConsumers) {
-      const int row = v / (T::kHeadDim / 4), dim = v % (T::kHeadDim / 4) * 4;
+    for_vectors(heads, [&](int, int row, int dim) {
       Piece all;
 #pragma unroll 1
       for (int base = 0; base < count; base += kBatch) {
@@ -441,75 +457,109 @@ class DecodeCta {
         for (int j = 0; j < kBatch; ++j)
           if (base + j < count) fold(all, stat[j].x, stat[j].y, out[j]);
       }
-      write_final(p_, k_.out_vectors, place.sequence, first_query_head(place.head) + row, dim, all);
-    }
-    ptx::named_barrier(kConsumerBarrier, T::kConsumers);  // the list may be written again
+      write_final<T>(p_, place.sequence, heads.first_query + row, dim, all);
+    });
+    // The next merge's first barrier keeps the list until everyone has read it.
   }
 
   // --- combine through distributed shared memory ----------------------------------------------------------
-  __device__ __forceinline__ int cluster_head() const { return blockIdx.x / k_.cluster % k_.heads; }
+  // Vector v is finished by CTA v % cluster, which finds the parts of CTA r at r * share + v / cluster. Parts are
+  // pushed, and counted in bytes on the receiver's barrier: no barrier among the CTAs at the end.
+  __device__ __forceinline__ void start_cluster() const {
+    if constexpr (T::Loader::kClusters) {
+      __syncwarp();
+      ptx::cluster_arrive_relaxed();  // waited for before the first push: the peers' barriers are ready
+    }
+  }
 
-  // Each CTA of the cluster finishes its share of the outputs. All threads.
+  __device__ __forceinline__ void wait_cluster() const {
+    if constexpr (T::Loader::kClusters) {
+      __syncwarp();
+      ptx::cluster_wait();
+    }
+  }
+
+  __device__ __forceinline__ int vector_share() const {
+    return (T::kVectors + (1 << k_.cluster_log2) - 1) >> k_.cluster_log2;
+  }
+
+  __device__ __forceinline__ void push(int vector, const Piece& piece) const {
+    if constexpr (T::Loader::kClusters) {
+      const int target = vector & ((1 << k_.cluster_log2) - 1);
+      const int index = ptx::cluster_rank() * vector_share() + (vector >> k_.cluster_log2);
+      const uint32_t barrier = ptx::map_shared(peers_done(), target);
+      ptx::store_async(ptx::map_shared(ptx::smem_address(result() + index), target), barrier, piece.out);
+      ptx::store_async(ptx::map_shared(ptx::smem_address(result_stats() + index), target), barrier,
+                       make_float2(piece.maximum, piece.sum));
+    }
+  }
+
+  // A CTA whose share is empty.
+  __device__ __forceinline__ void push_nothing() const {
+    wait_cluster();
+    for_vectors(heads_of(cluster_place().head), [&](int v, int, int) { push(v, Piece{}); });
+  }
+
   __device__ __forceinline__ void combine_cluster() const {
     if constexpr (T::Loader::kClusters) {
-      constexpr int kMaxCluster = 8;
-      __syncwarp();
-      ptx::cluster_sync();  // everyone's result is in its exchange
-      const int sequence = blockIdx.x / k_.cluster / k_.heads, head = cluster_head();
-      const int vectors = active_heads(head) * (T::kHeadDim / 4);
-      const uint32_t here = ptx::smem_address(exchange());
+      const Place place = cluster_place();
+      const Heads heads = heads_of(place.head);
+      const int size = 1 << k_.cluster_log2, rank = ptx::cluster_rank();
+      const int vectors = heads.active * (T::kHeadDim / 4);
+      const int mine = (vectors - rank + size - 1) >> k_.cluster_log2;
+      if (threadIdx.x == 0) ptx::mbarrier_expect_tx(peers_done(), mine * size * 24);
+      ptx::mbarrier_wait(peers_done(), 0);
 #pragma unroll 1
-      for (int v = ptx::cluster_rank() + k_.cluster * threadIdx.x; v < vectors; v += k_.cluster * T::kThreads) {
-        const int row = v / (T::kHeadDim / 4), dim = v % (T::kHeadDim / 4) * 4;
-        float4 out[kMaxCluster];
-        float2 stat[kMaxCluster];
-#pragma unroll
-        for (int r = 0; r < kMaxCluster; ++r)
-          if (r < k_.cluster) {
-            const uint32_t there = ptx::map_shared(here, r);
-            out[r] = ptx::load_cluster_float4(there + (row * T::kHeadDim + dim) * 4);
-            stat[r] = ptx::load_cluster_float2(there + T::kHeads * T::kHeadDim * 4 + row * 8);
-          }
+      for (int i = threadIdx.x; i < mine; i += T::kConsumers) {
         Piece all;
-#pragma unroll
-        for (int r = 0; r < kMaxCluster; ++r)
-          if (r < k_.cluster) fold(all, stat[r].x, stat[r].y, out[r]);
-        write_final(p_, k_.out_vectors, sequence, first_query_head(head) + row, dim, all);
+#pragma unroll 2
+        for (int r = 0; r < size; ++r) {
+          const Piece part = get_kept(r * vector_share() + i);
+          fold(all, part.maximum, part.sum, part.out);
+        }
+        const int v = (i << k_.cluster_log2) + rank;
+        write_final<T>(p_, place.sequence, heads.first_query + v / (T::kHeadDim / 4), v % (T::kHeadDim / 4) * 4, all);
       }
-      ptx::cluster_sync();  // shared memory must outlive its readers
     }
   }
 
   // --- shared memory ------------------------------------------------------------------------------------
-  using Plan = SharedPlan<T>;
-  __device__ __forceinline__ float* merge_rows() const { return reinterpret_cast<float*>(shared_); }
-  __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(shared_ + Plan::kStats); }
-  __device__ __forceinline__ int* list() const { return reinterpret_cast<int*>(shared_ + Plan::kList); }
+  // Not a member, so that the compiler sees the address space.
+  __device__ __forceinline__ static char* shared() {
+    extern __shared__ __align__(1024) char base[];
+    return base;
+  }
+  __device__ __forceinline__ float* merge_rows() const { return reinterpret_cast<float*>(shared()); }
+  // Slots to combine; the merge buffer is free then.
+  __device__ __forceinline__ int* list() const { return reinterpret_cast<int*>(shared()); }
+  __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(shared() + Plan::kStats); }
+  // What is kept from unit to unit, or what the peers of a cluster pushed.
+  __device__ __forceinline__ float4* result() const { return reinterpret_cast<float4*>(shared() + Plan::kResult); }
+  __device__ __forceinline__ float2* result_stats() const {
+    return reinterpret_cast<float2*>(shared() + Plan::kResultStats);
+  }
   __device__ __forceinline__ uint32_t full(int stage) const {
-    return ptx::smem_address(shared_ + Plan::kBarriers) + stage * 16;
+    return ptx::smem_address(shared() + Plan::kBarriers) + stage * 16;
   }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
-  __device__ __forceinline__ int& longest() const { return *reinterpret_cast<int*>(shared_ + Plan::kScalars); }
+  __device__ __forceinline__ uint32_t peers_done() const { return full(Plan::kMaxStages); }
+  __device__ __forceinline__ int& longest() const { return *reinterpret_cast<int*>(shared() + Plan::kScalars); }
   __device__ __forceinline__ int& is_last() const { return *(&longest() + 1); }
   __device__ __forceinline__ uint32_t ring(int stage) const {
-    return ptx::smem_address(shared_ + Plan::kRing) + stage * T::kStageBytes;
+    return ptx::smem_address(shared() + Plan::kRing) + stage * T::kStageBytes;
   }
-  // A cluster's results, in the ring once it is empty.
-  __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(shared_ + Plan::kRing); }
-  __device__ __forceinline__ int* prefix() const {
-    return reinterpret_cast<int*>(shared_ + Plan::kRing + k_.stages * T::kStageBytes);
+  __device__ __forceinline__ Entry* entries() const {
+    return reinterpret_cast<Entry*>(shared() + Plan::kRing + k_.stages * T::kStageBytes);
   }
 
   const KernelParams& k_;
   const DecodeParams& p_;
-  char* const shared_;
   const int warp_, lane_;
 };
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1) decode_kernel(const __grid_constant__ KernelParams params) {
-  extern __shared__ __align__(1024) char shared[];
-  DecodeCta<T>(params, shared).run();
+  DecodeCta<T>(params).run();
 }
 
 }  // namespace bicl::decode

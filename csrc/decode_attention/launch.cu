@@ -23,8 +23,8 @@ std::vector<Kernel>& kernels() {
 constexpr int kMaxRingBytes = 192 * 1024;  // more depth gains nothing
 constexpr int kMaxStages = 16;
 
-int ring_stages(const Kernel& kernel, int prefix_bytes, int max_shared_bytes) {
-  const int room = std::min(max_shared_bytes - kernel.fixed_bytes - prefix_bytes, kMaxRingBytes);
+int ring_stages(const Kernel& kernel, int entry_bytes, int max_shared_bytes) {
+  const int room = std::min(max_shared_bytes - kernel.fixed_bytes - entry_bytes, kMaxRingBytes);
   const int stages = std::min(std::max(room, 0) / kernel.stage_bytes, kMaxStages);
   return stages / kernel.groups * kernel.groups;
 }
@@ -107,37 +107,33 @@ void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
   KernelParams k;
   k.p = p;
   k.group = group;
-  k.head_blocks = (group + 15) / 16;
-  k.heads = p.pages.num_kv_heads * k.head_blocks;
-  const int prefix_bytes = (p.sequences.batch + 1) * 4;
-  k.stages = ring_stages(*kernel, prefix_bytes, info.max_shared_bytes);
+  const int head_blocks = (group + 15) / 16;
+  const int heads = p.pages.num_kv_heads * head_blocks;
+  k.head_blocks = FastDiv(head_blocks);
+  k.heads = FastDiv(heads);
+  const int entry_bytes = (p.sequences.batch + 1) * static_cast<int>(sizeof(Entry));
+  k.stages = ring_stages(*kernel, entry_bytes, info.max_shared_bytes);
   if (k.stages == 0)
     throw std::runtime_error("decode_attention: " + describe(variant) + " needs more shared memory than this card's " +
                              std::to_string(info.max_shared_bytes) + " bytes a block");
-  const auto multiple = [&](int64_t n) {
-    return p.query_token_stride % n == 0 && p.query_head_stride % n == 0 && p.head_dim % n == 0;
-  };
-  k.query_pairs = multiple(2) && reinterpret_cast<uintptr_t>(p.query) % 4 == 0;
-  k.out_vectors = p.out_token_stride % 4 == 0 && p.out_head_stride % 4 == 0 && p.head_dim % 4 == 0 &&
-                  reinterpret_cast<uintptr_t>(p.out) % 8 == 0;
-
   LaunchConfig config;
   config.block = dim3(kernel->threads);
-  config.shared_bytes = k.stages * kernel->stage_bytes + kernel->fixed_bytes + prefix_bytes;
+  config.shared_bytes = k.stages * kernel->stage_bytes + kernel->fixed_bytes + entry_bytes;
   config.pdl = p.pdl && hopper;
   config.stream = stream;
   allow_shared(*kernel, device, info.max_shared_bytes);
-  const int pairs = p.sequences.batch * k.heads;
-  k.cluster = 1;
+  k.cluster_log2 = 0;
+  const int pairs = p.sequences.batch * heads;
   if (hopper && !p.deterministic) {
     const int size = p.force_cluster ? p.force_cluster : cluster_size(pairs, p.num_sms);
     config.cluster = size;
     config.grid = dim3(size * pairs);
-    if (size > 1 && (p.force_cluster || active_clusters(*kernel, config, device) >= pairs)) k.cluster = size;
+    if (size > 1 && (p.force_cluster || active_clusters(*kernel, config, device) >= pairs)) k.cluster_log2 = size == 8 ? 3 : size == 4 ? 2 : 1;
   }
-  config.cluster = k.cluster;
-  if (k.cluster == 1)
+  config.cluster = 1 << k.cluster_log2;
+  if (config.cluster == 1)
     config.grid = dim3(std::min(p.force_grid ? p.force_grid : stream_k_grid(pairs, p.num_sms), kMaxGrid));
+  k.grid = FastDiv(config.grid.x);
   const int64_t workspace = static_cast<int64_t>(config.grid.x) * (p.deterministic ? kMaxUnits + 1 : 2) *
                             (8 * variant.head_blocks * (p.pages.padded_head_dim + 2)) * sizeof(float);
   if (p.workspace_bytes < workspace || p.num_counters < pairs)

@@ -1,7 +1,8 @@
-// A CTA's result while it grows: each consumer thread owns some float4 of the (head, dim) outputs of its CTA,
-// with their softmax maximum (log2 units) and sum. Everything that combines results goes through fold(), in a
-// fixed order, with the same roundings wherever it runs.
+// Four neighbouring outputs of one query head while they grow, with their softmax maximum (log2 units) and sum.
+// Everything that combines results goes through fold(), in a fixed order, with the same roundings wherever it runs.
 #pragma once
+
+#include <type_traits>
 
 #include "../params.h"
 #include "traits.cuh"
@@ -26,35 +27,26 @@ __device__ __forceinline__ void fold(Piece& a, float maximum, float sum, const f
   a.out.w = __fmaf_rn(out.w, wb, __fmul_rn(a.out.w, wa));
 }
 
-// Four neighbouring outputs of one query head.
-__device__ __forceinline__ void write_out(const DecodeParams& p, bool vectors, int sequence, int query_head,
-                                          int dim, const float4& value) {
-  const float v[4] = {value.x, value.y, value.z, value.w};
-  const int64_t offset = sequence * p.out_token_stride + query_head * p.out_head_stride + dim;
-  auto* out = static_cast<uint16_t*>(p.out) + offset;
-  uint32_t pairs[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    pairs[i] = p.query_dtype == DType::kBFloat16 ? ptx::pack(v[2 * i], v[2 * i + 1], __nv_bfloat16{})
-                                                 : ptx::pack(v[2 * i], v[2 * i + 1], __half{});
-  if (vectors) {
-    if (dim < p.head_dim) *reinterpret_cast<uint2*>(out) = make_uint2(pairs[0], pairs[1]);
-    return;
+// Four neighbouring outputs of one query head, normalised, and the head's LSE beside its first.
+template <typename T>
+__device__ __forceinline__ void write_final(const DecodeParams& p, int sequence, int query_head, int dim,
+                                            const Piece& piece) {
+  const bool some = piece.sum > 0.f;
+  const float factor = some ? p.pages.v_scale / piece.sum : 0.f;
+  const float4& o = piece.out;
+  uint2 bits;
+  if (T::kFp8 ? p.query_dtype == DType::kFloat16 : std::is_same_v<typename T::Compute, __half>) {
+    bits = make_uint2(ptx::pack(o.x * factor, o.y * factor, __half{}), ptx::pack(o.z * factor, o.w * factor, __half{}));
+  } else {
+    bits = make_uint2(ptx::pack(o.x * factor, o.y * factor, __nv_bfloat16{}),
+                      ptx::pack(o.z * factor, o.w * factor, __nv_bfloat16{}));
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (dim + i < p.head_dim) out[i] = static_cast<uint16_t>(pairs[i / 2] >> (16 * (i % 2)));
-}
-
-// Normalises and writes a finished piece, and the LSE if the piece starts a head's row.
-__device__ __forceinline__ void write_final(const DecodeParams& p, bool vectors, int sequence, int query_head,
-                                            int dim, const Piece& piece) {
-  const float factor = piece.sum > 0.f ? p.pages.v_scale / piece.sum : 0.f;
-  write_out(p, vectors, sequence, query_head, dim,
-            make_float4(piece.out.x * factor, piece.out.y * factor, piece.out.z * factor, piece.out.w * factor));
+  if (dim < p.head_dim)
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + sequence * p.out_token_stride +
+                              query_head * p.out_head_stride + dim) = bits;
   if (p.lse != nullptr && dim == 0)
     p.lse[static_cast<int64_t>(query_head) * p.sequences.batch + sequence] =
-        piece.sum > 0.f ? (piece.maximum + log2f(piece.sum)) * kLn2 : -INFINITY;
+        some ? (piece.maximum + __log2f(piece.sum)) * kLn2 : -INFINITY;
 }
 
 }  // namespace bicl::decode

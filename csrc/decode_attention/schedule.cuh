@@ -12,12 +12,19 @@
 // are combined in order; whoever computes them, the numbers are the same.
 #pragma once
 
+#include "../common/fast_div.h"
 #include "traits.cuh"
 
 namespace bicl::decode {
 
 constexpr int kMaxUnits = 32;      // units of one (sequence, head)
 constexpr int kMinUnitBlocks = 8;  // 512 keys
+
+// One sequence; `before` of the entry past the last one is the sum.
+struct Entry {
+  int before;  // blocks of one head in all sequences before this one
+  int length;  // tokens
+};
 
 // The blocks a sequence's one query sees.
 struct Span {
@@ -31,92 +38,124 @@ __device__ __forceinline__ Span visible_span(int length, int window_left, int mu
   const int first_key = window_left < 0 ? 0 : max(0, length - 1 - window_left);
   const int first_block = first_key / kBlockKeys;
   const int blocks = (length + kBlockKeys - 1) / kBlockKeys - first_block;
-  return {first_key, first_block, (blocks + multiple - 1) / multiple * multiple};
+  return {first_key, first_block, (blocks + multiple - 1) & ~(multiple - 1)};
 }
 
 // Blocks of one unit; a multiple of 4, so that units keep the ring's groups aligned.
 __device__ __forceinline__ int unit_blocks(int num_blocks) {
   const int share = (num_blocks + kMaxUnits - 1) / kMaxUnits;
-  return max(kMinUnitBlocks, (share + 3) / 4 * 4);
+  return max(kMinUnitBlocks, (share + 3) & ~3);
+}
+
+// Fills entries[0 .. batch] and *longest (blocks). One warp.
+__device__ __forceinline__ void build_entries(Entry* entries, int* longest, const Sequences& sequences,
+                                              int window_left, int multiple) {
+  constexpr int kAtOnce = 4;  // loads in flight
+  const int lane = threadIdx.x % 32;
+  int carry = 0, most = 0;
+#pragma unroll 1
+  for (int base = 0; base < sequences.batch; base += 32 * kAtOnce) {
+    int lengths[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int b = base + 32 * i + lane;
+      lengths[i] = b < sequences.batch ? sequences.cache_seqlens[b] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int b = base + 32 * i + lane;
+      if (base + 32 * i >= sequences.batch) break;
+      const int blocks = visible_span(lengths[i], window_left, multiple).num_blocks;
+      most = max(most, blocks);
+      int sum = blocks;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += other;
+      }
+      if (b < sequences.batch) entries[b] = {carry + sum - blocks, lengths[i]};
+      carry += __shfl_sync(~0u, sum, 31);
+    }
+  }
+  most = __reduce_max_sync(~0u, most);
+  if (lane == 0) {
+    entries[sequences.batch] = {carry, 0};
+    *longest = most;
+  }
 }
 
 // Sequence, head and block of a position in the line.
 struct Place {
-  int sequence, head, block, num_blocks;
+  int sequence, head, block, num_blocks, length;
+};
+
+// What "head" stands for.
+struct Heads {
+  int kv;           // KV head
+  int first_query;  // first query head a CTA serves for it
+  int active;       // how many
 };
 
 class Line {
  public:
-  // prefix[b]: blocks of one head in all sequences before b; prefix[batch] is their sum.
-  __device__ Line(const int* prefix, int batch, int num_heads, int grid, bool deterministic)
-      : prefix_(prefix), batch_(batch), num_heads_(num_heads), deterministic_(deterministic) {
-    total_ = prefix[batch] * num_heads;
-    grid_ = min(grid, total_);
+  __device__ __forceinline__ Line(const Entry* entries, int batch, int num_heads, const FastDiv& grid,
+                                  bool deterministic)
+      : entries_(entries), batch_(batch), num_heads_(num_heads), grid_(grid), deterministic_(deterministic) {
+    total_ = entries[batch].before * num_heads;
   }
 
   __device__ __forceinline__ int total() const { return total_; }
 
   __device__ __forceinline__ Place place(int x) const {
-    int low = 0, high = batch_;  // prefix[low] * heads <= x < prefix[high] * heads
+    int low = 0, high = batch_;  // entries[low].before * heads <= x < entries[high].before * heads
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (prefix_[middle] * num_heads_ <= x) low = middle;
+      if (entries_[middle].before * num_heads_ <= x) low = middle;
       else high = middle;
     }
-    const int blocks = prefix_[low + 1] - prefix_[low];
-    const int rest = x - prefix_[low] * num_heads_;
-    const int head = rest / blocks;
-    return {low, head, rest - head * blocks, blocks};
+    const Entry entry = entries_[low];
+    const unsigned blocks = entries_[low + 1].before - entry.before;
+    const unsigned rest = x - entry.before * num_heads_;
+    const unsigned head = rest / blocks;
+    return {low, static_cast<int>(head), static_cast<int>(rest - head * blocks), static_cast<int>(blocks),
+            entry.length};
   }
 
   // Where CTA `cta`'s share begins; that of cta + 1 is where it ends.
   __device__ __forceinline__ int begin(int cta) const {
-    if (cta >= grid_) return total_;
-    const int x = static_cast<int>(static_cast<int64_t>(cta) * total_ / grid_);
-    return deterministic_ ? next_unit(x) : x;
+    const int x = even_share(cta);
+    return deterministic_ && x < total_ ? next_unit(x) : x;
   }
 
   // The CTA that holds x (deterministic: x begins a unit).
   __device__ __forceinline__ int owner(int x) const {
-    return static_cast<int>((static_cast<int64_t>(x + 1) * grid_ - 1) / total_);
+    const int grid = grid_.divisor;
+    if (total_ < grid) return x;
+    int cta = min(static_cast<int>(__fdividef((x + 0.5f) * grid, static_cast<float>(total_))), grid - 1);
+    while (even_share(cta) > x) --cta;
+    while (even_share(cta + 1) <= x) ++cta;
+    return cta;
   }
 
  private:
+  // floor(cta * total / grid); one block each where there are fewer blocks than CTAs.
+  __device__ __forceinline__ int even_share(int cta) const {
+    if (total_ < static_cast<int>(grid_.divisor)) return min(cta, total_);
+    uint32_t rest;
+    const uint32_t quotient = grid_.divide(total_, rest);
+    return cta * quotient + grid_.divide(cta * rest);
+  }
+
   __device__ __forceinline__ int next_unit(int x) const {
     const Place p = place(x);
     const int unit = unit_blocks(p.num_blocks);
     return x - p.block + min((p.block + unit - 1) / unit * unit, p.num_blocks);
   }
 
-  const int* prefix_;
-  int batch_, num_heads_, grid_, total_;
+  const Entry* entries_;
+  int batch_, num_heads_, total_;
+  const FastDiv& grid_;
   bool deterministic_;
 };
-
-// prefix[0 .. batch] from the lengths; also returns the longest in *longest. All threads; ends with a barrier.
-__device__ __forceinline__ void build_prefix(int* prefix, int* longest, const int32_t* lengths, int batch,
-                                             int window_left, int multiple) {
-  for (int b = threadIdx.x; b < batch; b += blockDim.x)
-    prefix[b + 1] = visible_span(lengths[b], window_left, multiple).num_blocks;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
-    int carry = 0, most = 0;
-    for (int base = 0; base < batch; base += 32) {
-      int sum = base + lane < batch ? prefix[base + lane + 1] : 0;
-      most = max(most, sum);
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += other;
-      }
-      if (base + lane < batch) prefix[base + lane + 1] = carry + sum;
-      carry += __shfl_sync(~0u, sum, 31);
-    }
-    most = __reduce_max_sync(~0u, most);
-    if (lane == 0) prefix[0] = 0, *longest = most;
-  }
-  __syncthreads();
-}
 
 }  // namespace bicl::decode

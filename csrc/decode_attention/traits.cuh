@@ -46,7 +46,7 @@ struct Traits {
   // its group (a one-bit parity wait could pass a phase early), so kGroups divides the stage count.
   static constexpr int kGroups = kConsumerWarps / 2;
   // Query fragments live in registers where they fit beside the accumulators.
-  static constexpr bool kQueryShared = kHeadBlocks * kHeadDim >= 384;
+  static constexpr bool kQueryShared = kHeadBlocks * kHeadDim >= 256 || (kConsumerWarps == 8 && kHeadDim > 64);
   static constexpr int kRowBytes = kTile * kBytes;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kDimTiles = kHeadDim / kTile;
@@ -54,22 +54,21 @@ struct Traits {
   static constexpr int kMergeStride = kHeadDim + 4;  // floats; + 4 keeps the accumulator stores conflict-free
   static constexpr int kMergeFloats = kConsumerWarps * kHeads * kMergeStride;
   static constexpr int kVectors = kHeads * kHeadDim / 4;                          // float4 of one result
-  static constexpr int kOwned = (kVectors + kConsumers - 1) / kConsumers;         // of them, per thread
   static constexpr int kPartialFloats = kHeads * kHeadDim + 2 * kHeads;           // one workspace slot
 };
 
 // Shared memory. What has a fixed size comes first, so that its addresses are constants; then the ring, then
-// prefix[batch + 1].
+// the sequences' entries.
 template <typename T>
 struct SharedPlan {
   static constexpr int kMaxStages = 16;
-  static constexpr int kMaxContributions = 256;
-  static constexpr int kStats = T::kMergeFloats * 4;                                // float2 [warp][head]
-  static constexpr int kQuery = kStats + T::kConsumerWarps * T::kHeads * 8;         // fragments, if shared
-  static constexpr int kList = kQuery + (T::kQueryShared ? T::kHeads * T::kHeadDim * 2 : 0);
-  static constexpr int kBarriers = kList + kMaxContributions * 4;                   // full, empty of each stage
-  static constexpr int kScalars = kBarriers + kMaxStages * 16;
-  static constexpr int kRing = (kScalars + 16 + 1023) / 1024 * 1024;
+  static constexpr int kStats = T::kMergeFloats * 4;                         // float2 [warp][head]
+  static constexpr int kQuery = kStats + T::kConsumerWarps * T::kHeads * 8;  // fragments, if shared
+  static constexpr int kResult = kQuery + (T::kQueryShared ? T::kHeads * T::kHeadDim * 2 : 0);
+  static constexpr int kResultStats = kResult + T::kVectors * 16 + 128;      // float2 beside each float4
+  static constexpr int kBarriers = kResultStats + T::kVectors * 8 + 64;      // full, empty of each stage
+  static constexpr int kScalars = kBarriers + kMaxStages * 16 + 16;          // one more barrier: peers' results
+  static constexpr int kRing = (kScalars + 16 + 127) / 128 * 128;
 };
 
 }  // namespace bicl::decode

@@ -1,7 +1,7 @@
 // Ampere and Ada: the producer warp copies 16 bytes a thread with cp.async into the same ring.
 #pragma once
 
-#include "../sm90/loader.cuh"
+#include "../block_source.cuh"
 
 namespace bicl::decode {
 
@@ -13,11 +13,13 @@ struct Sm80Loader {
   __device__ __forceinline__ void load(const BlockSource& block, int turn, int lane, const Pages& pages,
                                        uint32_t stage, uint32_t full, uint32_t empty, uint32_t parity) {
     const int rows = __shfl_sync(~0u, block.rows, turn);
+    const int head = __shfl_sync(~0u, block.head, turn);
     ptx::mbarrier_wait(empty, parity);
     const int pages_in_block = kBlockKeys / pages.page_size;
-    for (int i = 0; i < pages_in_block && i * pages.page_size < rows; ++i) {
-      const auto source = reinterpret_cast<const char*>(
-          __shfl_sync(~0u, reinterpret_cast<unsigned long long>(block.page[i]), turn));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i == pages_in_block || i * pages.page_size >= rows) break;
+      const char* source = head_page(pages, __shfl_sync(~0u, block.page[i], turn), head);
       copy_page<T>(stage + i * head_page_bytes(pages), source, min(rows - i * pages.page_size, pages.page_size),
                    pages, lane);
     }
@@ -35,6 +37,7 @@ struct Sm80Loader {
       for (int i = lane * kChunkBytes; i < bytes; i += 32 * kChunkBytes) ptx::cp_async_16(target + i, source + i);
       return;
     }
+#pragma unroll 1
     for (int i = lane * kChunkBytes; i < bytes; i += 32 * kChunkBytes)
       if (token_of<T>(i, pages) < rows) ptx::cp_async_16(target + i, source + i);
   }

@@ -2,15 +2,9 @@
 // so a full one is a single copy.
 #pragma once
 
-#include "../traits.cuh"
+#include "../block_source.cuh"
 
 namespace bicl::decode {
-
-// The pages of one block. Rows past `rows` are not copied.
-struct BlockSource {
-  const char* page[2];  // head-pages; the second only with pages of 32 tokens
-  int rows;             // valid keys in the block, 0 for a filler
-};
 
 struct Sm90Loader {
   static constexpr int kFullArrivals = 1;
@@ -31,9 +25,10 @@ struct Sm90Loader {
       } else {
         ptx::mbarrier_expect_tx(full, block.rows * 2 * T::kHeadDim * T::kBytes);
         const int first_rows = min(block.rows, pages.page_size);
-        copy_page<T>(stage, block.page[0], first_rows, pages, full);
+        copy_page<T>(stage, head_page(pages, block.page[0], block.head), first_rows, pages, full);
         if (block.rows > first_rows)
-          copy_page<T>(stage + head_page_bytes(pages), block.page[1], block.rows - first_rows, pages, full);
+          copy_page<T>(stage + head_page_bytes(pages), head_page(pages, block.page[1], block.head),
+                       block.rows - first_rows, pages, full);
       }
     }
     __syncwarp();  // in order: a later turn must not see an earlier phase of the same stage
@@ -49,8 +44,11 @@ struct Sm90Loader {
       return;
     }
     const int token_tiles = pages.page_size / T::kTile;
+#pragma unroll 1
     for (int plane = 0; plane < 2; ++plane)
+#pragma unroll 1
       for (int t = 0; t < token_tiles && t * T::kTile < rows; ++t)
+#pragma unroll 1
         for (int d = 0; d < T::kDimTiles; ++d) {
           const int offset =
               plane * plane_bytes(pages) + z_order(t, d, token_tiles, T::kDimTiles) * T::kTileBytes;

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bicl.errors import BackendError
 
-__all__ = ["library_path", "module"]
+__all__ = ["built_archs", "library_path", "module", "require_device"]
 
 
 def library_path() -> Path:
@@ -32,3 +35,51 @@ def module() -> Any:
         return tvm_ffi.load_module(str(path))
     except (ImportError, OSError, RuntimeError) as error:
         raise BackendError(f"the kernels at {path} do not load: {error}") from error
+
+
+def built_archs() -> tuple[str, ...]:
+    """The cards the library was compiled for: ``80``, ``86``, ``89``, ``90a``, ``ptx``."""
+    return tuple(str(module().built_archs()).split(","))
+
+
+def missing_arch(capability: tuple[int, int], archs: tuple[str, ...]) -> str | None:
+    """What ``--arch`` lacks for a card of this compute capability, or None if it fits."""
+    major, minor = capability
+    if major == 8:
+        return None if {"80", f"8{minor}"} & set(archs) else "80"
+    if (major, minor) == (9, 0):
+        return None if "90a" in archs else "90a"
+    return None if "ptx" in archs else "ptx"
+
+
+def require_device(device: torch.device | str = "cuda") -> None:
+    """Check at start that the kernels run on ``device``.
+
+    Raises:
+        BackendError: naming what is missing and the remedy.
+    """
+    if not torch.backends.cuda.is_built():
+        raise BackendError(
+            f"this torch ({torch.__version__}) was built without CUDA; install one with it, "
+            "or use device 'cpu'"
+        )
+    if not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hint = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+        raise BackendError(
+            f"no CUDA device is visible{hint}; check the driver with nvidia-smi and that the "
+            "container was started with --gpus, or use device 'cpu'"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    if capability < (8, 0):
+        raise BackendError(
+            f"{name} has compute capability {capability[0]}.{capability[1]}; 8.0 or newer is "
+            "needed (A100, L4, RTX 30 or later); use device 'cpu'"
+        )
+    if lacking := missing_arch(capability, built_archs()):
+        raise BackendError(
+            f"the kernels were compiled for {','.join(built_archs())}, but {name} (compute "
+            f"capability {capability[0]}.{capability[1]}) needs {lacking}; rebuild with "
+            f"`python csrc/build.py --arch {lacking}`, or use device 'cpu'"
+        )

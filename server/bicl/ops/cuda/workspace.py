@@ -33,9 +33,20 @@ class Workspace:
         *,
         deterministic: bool = False,
     ) -> None:
+        self.padded_head_dim = padded_head_dim
+        self.group = group
+        self.max_pairs = max_pairs
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         num_bytes = library.module().decode_workspace_bytes(
             padded_head_dim, group, deterministic, num_sms
         )
         self.partials = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.counters = torch.zeros(max_pairs, dtype=torch.int32, device=device)
+
+    def fits(self, padded_head_dim: int, group: int, pairs: int) -> bool:
+        """Whether calls of this size may use it."""
+        return (
+            padded_head_dim <= self.padded_head_dim
+            and group <= self.group
+            and pairs <= self.max_pairs
+        )

@@ -1,0 +1,19 @@
+// What a producer must know to copy one block into a stage.
+#pragma once
+
+#include "traits.cuh"
+
+namespace bicl::decode {
+
+struct BlockSource {
+  int page[2];  // page ids; the second only with pages of 32 tokens
+  int head;     // KV head
+  int rows;     // valid keys of the block, 0 for a filler; other rows are not copied
+  bool newest;  // holds the sequence's newest token
+};
+
+__device__ __forceinline__ const char* head_page(const Pages& pages, int page, int head) {
+  return static_cast<const char*>(pages.data) + head_page_offset(pages, page, head);
+}
+
+}  // namespace bicl::decode

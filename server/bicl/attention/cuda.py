@@ -1,0 +1,182 @@
+"""The CUDA backend: compiled kernels over pages, safe to capture in a CUDA graph."""
+
+from __future__ import annotations
+
+import torch
+
+from bicl.attention.metadata import AttentionMetadata
+from bicl.attention.pool import LayerCache
+from bicl.attention.validate import check_no_grad, check_page_lists, check_tensor
+from bicl.errors import BackendError, InvalidInputError
+from bicl.ops.cuda import library
+from bicl.ops.cuda.copy_pages import copy_pages
+from bicl.ops.cuda.decode_attention import decode_attention
+from bicl.ops.cuda.gather import gather
+from bicl.ops.cuda.store_kv import store_kv
+from bicl.ops.cuda.workspace import Workspace
+
+__all__ = ["CudaBackend"]
+
+MIN_PAIRS = 1 << 16
+
+
+class CudaBackend:
+    """``AttentionBackend`` on NVIDIA cards of compute capability 8.0 or newer.
+
+    Everything that changes from step to step is read on the device; nothing waits for it. One
+    workspace a device is shared by all calls, so they must run on one stream, or on streams that
+    wait for one another. It is allocated by the first call that needs it: run a step before
+    capturing one.
+
+    Args:
+        deterministic: results depend on a sequence's own tokens only, never on its batch mates
+            or on where prefixes were cut; a few percent slower.
+        pdl: programmatic dependent launch: ``store`` and ``run`` start while the kernel ahead
+            still runs. Only for callers whose ``run`` of one query a sequence directly follows
+            ``store`` of those sequences' newest tokens on the stream.
+
+    Raises:
+        BackendError: no CUDA device, no compiled kernels, or none for this card.
+    """
+
+    name = "cuda"
+
+    def __init__(self, *, deterministic: bool = False, pdl: bool = False) -> None:
+        library.require_device()
+        self.deterministic = deterministic
+        self.pdl = pdl
+        self._workspaces: dict[torch.device, Workspace] = {}
+        # Captured graphs keep using the workspace they were captured with.
+        self._outgrown: list[Workspace] = []
+        self._copy_lists: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def plan(self, meta: AttentionMetadata) -> None:
+        """Decode steps need no plan: their work is divided on the device, in the kernel."""
+
+    def store(
+        self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """See ``AttentionBackend.store``. Slots are trusted to lie in the pool."""
+        check_no_grad("key", key)
+        check_no_grad("value", value)
+        if key.stride(-1) != 1:
+            key = key.contiguous()
+        if value.stride(-1) != 1:
+            value = value.contiguous()
+        try:
+            store_kv(layer, key, value, slots, pdl=self.pdl)
+        except ValueError as error:
+            raise InvalidInputError(str(error)) from error
+
+    def run(
+        self,
+        query: torch.Tensor,
+        layer: LayerCache,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window_left: int = -1,
+        window_right: int = -1,
+        softcap: float = 0.0,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """See ``AttentionBackend.run``. Page ids are trusted within the lengths."""
+        check_no_grad("query", query)
+        if not _aligned(query):
+            query = query.contiguous()
+        result = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+        num_tokens, num_q_heads = query.shape[0], query.shape[1]
+        lse = (
+            torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=query.device)
+            if return_lse
+            else None
+        )
+        try:
+            if meta.max_q == 1 and num_tokens == meta.batch_size:
+                # The last position sees nothing to its right: window_right and causal are idle.
+                decode_attention(
+                    query,
+                    layer,
+                    meta.page_table,
+                    meta.cache_seqlens,
+                    self._workspace(layer, num_q_heads, num_tokens),
+                    out=result,
+                    lse=lse,
+                    scale=scale,
+                    window_left=window_left,
+                    softcap=softcap,
+                    deterministic=self.deterministic,
+                    pdl=self.pdl,
+                )
+            else:
+                raise NotImplementedError
+        except ValueError as error:
+            raise InvalidInputError(str(error)) from error
+        return result if lse is None else (result, lse)
+
+    def gather(
+        self, layer: LayerCache, page_table: torch.Tensor, cache_seqlens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``AttentionBackend.gather``; waits for the lengths. fp8 comes as float32."""
+        check_page_lists(layer, page_table, cache_seqlens)
+        layout = layer.layout
+        ends = torch.cumsum(cache_seqlens, 0, dtype=torch.int64)
+        lengths = cache_seqlens.tolist()
+        shape = (sum(lengths), layout.num_kv_heads, layout.head_dim)
+        dtype = torch.float32 if layout.element_bytes == 1 else layout.dtype
+        key = torch.empty(shape, dtype=dtype, device=layer.device)
+        value = torch.empty(shape, dtype=dtype, device=layer.device)
+        longest = max(lengths, default=0)
+        gather(layer, page_table, cache_seqlens, ends - cache_seqlens, longest, key, value)
+        return key, value
+
+    def copy_pages(
+        self, layers: list[LayerCache], source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """See ``AttentionBackend.copy_pages``. No page may be both source and target."""
+        device = layers[0].device
+        check_tensor("source", source, (None,), (torch.int64,), device)
+        check_tensor("target", target, (source.shape[0],), (torch.int64,), device)
+        addresses = tuple(layer.pages.data_ptr() for layer in layers)
+        lists = self._copy_lists.get(addresses)
+        if lists is None:
+            sizes = [layer.layout.page_bytes for layer in layers]
+            lists = (
+                torch.tensor(addresses, dtype=torch.int64, device=device),
+                torch.tensor(sizes, dtype=torch.int64, device=device),
+            )
+            self._copy_lists[addresses] = lists
+        copy_pages(*lists, source, target)
+
+    def _workspace(self, layer: LayerCache, num_q_heads: int, batch: int) -> Workspace:
+        layout = layer.layout
+        group, pairs = num_q_heads // layout.num_kv_heads, num_q_heads * batch
+        device = layer.device
+        found = self._workspaces.get(device)
+        if found is not None and found.fits(layout.padded_head_dim, group, pairs):
+            return found
+        if torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                "the attention workspace must grow, which a CUDA graph capture does not allow; "
+                "run one step of the largest batch before capturing"
+            )
+        if found is not None:
+            self._outgrown.append(found)
+            pairs = max(pairs, found.max_pairs)
+            group = max(group, found.group)
+        grown = Workspace(
+            device,
+            max(layout.padded_head_dim, found.padded_head_dim if found else 0),
+            group,
+            max(pairs, MIN_PAIRS),
+            deterministic=self.deterministic,
+        )
+        self._workspaces[device] = grown
+        return grown
+
+
+def _aligned(query: torch.Tensor) -> bool:
+    """Whether rows start at 16 bytes, as the kernels read them."""
+    stride = query.stride()
+    return stride[-1] == 1 and (query.data_ptr() | stride[0] * 2 | stride[1] * 2) % 16 == 0
