@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tiny_models import FAMILIES, tiny_model
+
 from bicl.attention.backend import make_backend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import KVPool
@@ -19,16 +21,12 @@ from bicl.frontends.transformers import (
     unregister,
 )
 from bicl.frontends.transformers.geometry import cache_argument
-from tiny_models import FAMILIES, tiny_model
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny models: more threads only wait for each other
     with register():
         yield
-    torch.set_num_threads(threads)
 
 
 def ids(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
@@ -98,9 +96,7 @@ def test_packed_step_equals_eager(family: str) -> None:
     sequences = [ids(n, seed=n)[0] for n in (97, 130, 66)]
     steps = [(0, 64, 1), (97, 129, 65), (97, 130, 66)]  # lengths after each step
     backend = make_backend("cpu")
-    layouts = inspect_model(model).layouts(
-        torch.float32, page_size=64, tile=64, swizzle=False
-    )
+    layouts = inspect_model(model).layouts(torch.float32, page_size=64, tile=64, swizzle=False)
     pool = KVPool(layouts, 10, "cpu", fill=float("nan"))
     cache, tables = PackedCache(pool, backend), torch.randperm(9).view(3, 3) + 1
     logits: list[list[torch.Tensor]] = [[], [], []]
@@ -112,9 +108,7 @@ def test_packed_step_equals_eager(family: str) -> None:
             page_table=tables.int(),
             cache_seqlens=torch.tensor(after, dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, *map(len, rows)]).cumsum(0).int(),
-            slot_mapping=torch.tensor(
-                [int(tables[s, i // 64]) * 64 + i % 64 for s, i in flat]
-            ),
+            slot_mapping=torch.tensor([int(tables[s, i // 64]) * 64 + i % 64 for s, i in flat]),
             max_q=max(map(len, rows)),
             max_k=max(after),
         )
@@ -193,9 +187,7 @@ def test_registration_is_explicit_and_reversible() -> None:
         ),
     ],
 )
-def test_models_that_pages_cannot_serve_are_refused_by_name(
-    model_type, options, reason
-) -> None:
+def test_models_that_pages_cannot_serve_are_refused_by_name(model_type, options, reason) -> None:
     """(A9, A45, A48)"""
     from tiny_models import COMMON
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -203,12 +195,8 @@ def test_models_that_pages_cannot_serve_are_refused_by_name(
 
     config = CONFIG_MAPPING[model_type](**{**COMMON, **options})
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    with pytest.raises(
-        (ConfigError, ValueError), match=reason
-    ):  # some refuse by themselves
-        inspect_model(
-            auto.from_config(config, attn_implementation=ATTENTION_NAME).eval()
-        )
+    with pytest.raises((ConfigError, ValueError), match=reason):  # some refuse by themselves
+        inspect_model(auto.from_config(config, attn_implementation=ATTENTION_NAME).eval())
 
 
 def test_model_loaded_without_our_attention_is_refused_with_the_remedy() -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from bicl.frontends.http.loader import LoadedModel, describe
+from bicl.frontends.transformers import register
+
+VOCAB_SIZE = 260
 COMMON = {
-    "vocab_size": 199,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
@@ -57,19 +62,34 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 }
 
 
-def tiny_model(
-    family: str, attn_implementation: str, **overrides: object
-) -> PreTrainedModel:
+def tiny_model(family: str, attn_implementation: str, **overrides: object) -> PreTrainedModel:
     """A random float32 model; the same weights at every call."""
     model_type, options = FAMILIES[family]
     config = CONFIG_MAPPING[model_type](**{**COMMON, **options, **overrides})
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attn_implementation
-    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     # Larger than the default initialisation, so that attention is not close to uniform.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.normal_(std=0.15)
     return model.eval().float()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Four special tokens, then one token a byte."""
+    specials = ["<pad>", "<bos>", "<eos>", "<sep>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+def tiny_loaded(family: str) -> LoadedModel:
+    """A tiny model as the loader would return it."""
+    register()
+    return describe(tiny_model(family, "bicl"), byte_tokenizer(), model_id=family, sha="tiny")

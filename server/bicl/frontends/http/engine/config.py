@@ -92,6 +92,7 @@ class StepRecord:
         kind: prefill if any row computed prompt tokens.
         num_rows: requests in the step.
         num_tokens: tokens computed.
+        num_prompt_tokens: those of prompts among them, computed for the first time or again.
         num_generated: tokens chosen.
         forward_time: the model, from input tensors to logits (TGI: forward_duration).
         sample_time: sampling, stopping and detokenising (TGI: decode_duration).
@@ -101,6 +102,7 @@ class StepRecord:
     kind: StepKind
     num_rows: int
     num_tokens: int
+    num_prompt_tokens: int
     num_generated: int
     forward_time: float
     sample_time: float

@@ -27,8 +27,7 @@ class Counters:
         self._steps[record.kind] += 1
         self._seconds[record.kind] += record.total_time
         self._generated += record.num_generated
-        if record.kind is StepKind.PREFILL:
-            self._prefilled += record.num_tokens
+        self._prefilled += record.num_prompt_tokens
 
     def snapshot(
         self,

@@ -36,6 +36,8 @@ __all__ = ["Engine"]
 
 log = logging.getLogger(__name__)
 
+MAX_FAILURES_IN_A_ROW = 3
+
 
 class Engine:
     """Continuous batching over BICL pages.
@@ -79,6 +81,7 @@ class Engine:
         self._arrivals: deque[Sequence] = deque()
         self._aborts: deque[str] = deque()
         self._live: set[str] = set()
+        self._failures = 0
         self._draining = False
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -195,12 +198,10 @@ class Engine:
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         try:
-            with torch.inference_mode():
-                while self._wait_for_work():
-                    self._step()
-        except BaseException:
-            log.exception("the engine stopped: its bookkeeping can no longer be trusted")
-            raise
+            while self._wait_for_work():
+                self.step()
+        except Exception:
+            log.exception("the engine stopped: its device or its bookkeeping cannot be trusted")
         finally:
             with self._changed:
                 self._stopping = True
@@ -230,36 +231,50 @@ class Engine:
                 error = BiclError(f"request {sequence.id} was aborted")
                 self._fail(sequence, error, Outcome.ABORTED)
 
-    def _step(self) -> None:
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Run one step on the calling thread; False if there was nothing to do. For the loop, and
+        for tests that never call :meth:`start`."""
         began = time.perf_counter()
-        with self._lock:
+        with self._changed:
+            self._take_arrivals()
             plan = self._scheduler.plan()
             if plan is None:
-                return
+                return False
             for sequence, error in plan.unservable:
                 self._forget(sequence, RequestFailed(error), Outcome.FAILED)
             self._note_admissions(plan)
         if not plan.chunks:
-            return
+            return True
         try:
             logits = self._forward(plan)
-        except Exception as error:
-            log.exception("a forward step failed")
-            with self._changed:
+            forwarded = time.perf_counter()
+            with self._lock:
                 for chunk in plan.chunks:
-                    self._fail(chunk.sequence, error)
-            return
-        forwarded = time.perf_counter()
-        with self._changed:
-            for chunk in plan.chunks:
-                self._scheduler.commit(chunk)
-        num_generated, ended = self._emitter.emit(plan.chunks, logits)
+                    self._scheduler.commit(chunk)
+            num_generated, ended = self._emitter.emit(plan.chunks, logits)
+        except Exception as error:
+            self._fail_batch(plan, error)
+            return True
+        self._failures = 0
         with self._changed:
             for sequence, last in ended:
                 outcome = Outcome.FAILED if isinstance(last, RequestFailed) else Outcome.FINISHED
                 self._scheduler.remove(sequence)
                 self._forget(sequence, last, outcome)
             self._note_step(plan, num_generated, began, forwarded)
+        return True
+
+    def _fail_batch(self, plan: Plan, error: Exception) -> None:
+        """A step failed: its requests fail, the others go on. A device that keeps failing will
+        not recover, and the process is of no use then."""
+        log.exception("a step failed", exc_info=error)
+        with self._changed:
+            for chunk in plan.chunks:
+                self._fail(chunk.sequence, error)
+        self._failures += 1
+        if self._failures == MAX_FAILURES_IN_A_ROW:
+            raise error
 
     def _forward(self, plan: Plan) -> torch.Tensor:
         copies = [c for chunk in plan.chunks for c in chunk.sequence.pending_copies]
@@ -298,11 +313,12 @@ class Engine:
     def _note_step(self, plan: Plan, num_generated: int, began: float, forwarded: float) -> None:
         now = time.perf_counter()
         num_tokens = sum(chunk.count for chunk in plan.chunks)
-        kind = StepKind.PREFILL if num_tokens > len(plan.chunks) else StepKind.DECODE
+        num_prompt_tokens = sum(chunk.num_prompt_tokens for chunk in plan.chunks)
         record = StepRecord(
-            kind=kind,
+            kind=StepKind.PREFILL if num_prompt_tokens else StepKind.DECODE,
             num_rows=len(plan.chunks),
             num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
             num_generated=num_generated,
             forward_time=forwarded - began,
             sample_time=now - forwarded,

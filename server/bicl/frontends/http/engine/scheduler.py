@@ -29,6 +29,10 @@ class Chunk:
     count: int
     logits: LogitsNeed
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return max(0, min(self.start + self.count, self.sequence.num_prompt) - self.start)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
