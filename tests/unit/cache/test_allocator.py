@@ -64,7 +64,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAllocator.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_reserved_pages_are_never_handed_out() -> None:

@@ -265,7 +265,5 @@ class ManagerMachine(RuleBasedStateMachine):
 def test_manager_agrees_with_a_naive_model() -> None:
     run_state_machine_as_test(
         ManagerMachine,
-        settings=settings(
-            max_examples=400, stateful_step_count=50, deadline=None, report_multiple_bugs=False
-        ),
+        settings=settings(max_examples=400, stateful_step_count=50, report_multiple_bugs=False),
     )
