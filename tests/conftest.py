@@ -1,4 +1,4 @@
-"""Seeds, hypothesis profile, the GPU marker, and thread limits shared by all tests."""
+"""Seeds, the GPU marker, and thread limits shared by all tests."""
 
 import os
 import random
@@ -6,14 +6,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-# The same examples in every run, and no failure because a machine was busy.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.load_profile("repeatable")
 
 
 def gpu_reason() -> str | None:

@@ -1,14 +1,6 @@
-"""Unit tests use tensors so small that a second thread only waits for the first."""
+"""Property tests: the same examples in every run, and no failure because a machine was busy."""
 
-from collections.abc import Iterator
+from hypothesis import settings
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
