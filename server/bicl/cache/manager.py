@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from bicl.cache.allocator import PageAllocator
 from bicl.cache.integrity import check_counts, check_index
@@ -28,29 +27,13 @@ from bicl.cache.keys import ID_BYTES, HashFunction, Namespace, TokenIds, pack_id
 from bicl.cache.pins import PinTable
 from bicl.cache.radix import Match, RadixIndex
 from bicl.cache.sequence import PageCopy, SequencePages
-from bicl.cache.stats import CacheGauges, CacheStats
+from bicl.cache.stats import CacheGauges, CacheStats, FlushReport
 from bicl.errors import CapacityError, ConfigError, InvalidInputError
 
 __all__ = ["BASE", "CacheManager", "FlushReport"]
 
 BASE = Namespace()
 """No salt, no adapter."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlushReport:
-    """What a flush did.
-
-    Attributes:
-        freed_pages: pages that are free now.
-        orphaned_pages: pages that nobody can match any more, but that live sequences still hold;
-            they become free when those end.
-        dropped_pins: pins that went with them.
-    """
-
-    freed_pages: int
-    orphaned_pages: int
-    dropped_pins: int
 
 
 class CacheManager:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CacheGauges", "CacheStats"]
+__all__ = ["CacheGauges", "CacheStats", "FlushReport"]
 
 
 @dataclass(slots=True)
@@ -66,3 +66,19 @@ class CacheGauges:
             + self.in_use_pages
             + self.reserved_pages
         )
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReport:
+    """What a flush did.
+
+    Attributes:
+        freed_pages: pages that are free now.
+        orphaned_pages: pages that nobody can match any more, but that live sequences still hold;
+            they become free when those end.
+        dropped_pins: pins that went with them.
+    """
+
+    freed_pages: int
+    orphaned_pages: int
+    dropped_pins: int
