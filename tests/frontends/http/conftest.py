@@ -21,8 +21,7 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: index for index, character in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -31,6 +30,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=backend)
     fast.chat_template = TEMPLATE
     return fast
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from bicl.frontends.http.errors import tool_error
 from bicl.frontends.http.schemas.chat import (
@@ -22,6 +22,7 @@ from bicl.frontends.http.schemas.chat import (
 __all__ = ["NO_TOOL", "ToolCallSplitter", "choose_tools", "parse_call", "tool_schema"]
 
 NO_TOOL = "no_tool"
+T = TypeVar("T", dict[str, Any], list[Any])
 
 
 def choose_tools(tools: list[Tool], choice: str | TypedChoice | None) -> list[Tool]:
@@ -58,21 +59,19 @@ def tool_schema(tools: list[Tool]) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     shared: dict[str, Any] = {}
     for tool in tools:
-        arguments = tool.function.arguments if isinstance(tool.function.arguments, dict) else {}
-        calls.append(
-            {
-                "type": "object",
-                "description": tool.function.description or "",
-                "properties": {
-                    "_name": {"type": "string", "const": tool.function.name},
-                    **arguments.get("properties", {}),
-                },
-                "required": ["_name", *arguments.get("required", [])],
-                "additionalProperties": arguments.get("additionalProperties", False),
-            }
-        )
+        call = {
+            "type": "object",
+            "description": tool.function.description or "",
+            "properties": {
+                "_name": {"type": "string", "const": tool.function.name},
+                **_part(tool, "properties", dict),
+            },
+            "required": ["_name", *_part(tool, "required", list)],
+            "additionalProperties": False,
+        }
+        calls.append(call)
         # References in a tool's own schema count from the root, so its definitions move there.
-        for name, definition in arguments.get("$defs", {}).items():
+        for name, definition in _part(tool, "$defs", dict).items():
             if shared.setdefault(name, definition) != definition:
                 raise tool_error(f"two tools define `{name}` in $defs differently; rename one")
     schema = {
@@ -82,6 +81,16 @@ def tool_schema(tools: list[Tool]) -> dict[str, Any]:
         "additionalProperties": False,
     }
     return {**schema, "$defs": shared} if shared else schema
+
+
+def _part(tool: Tool, keyword: str, kind: type[T]) -> T:
+    """One keyword of a tool's schema of its arguments; empty where there is none."""
+    schema = tool.function.arguments
+    part = schema.get(keyword, kind()) if isinstance(schema, dict) else kind()
+    if not isinstance(part, kind):
+        name = tool.function.name
+        raise tool_error(f"`{keyword}` in the parameters of tool {name} has the wrong type")
+    return part
 
 
 def parse_call(text: str) -> ToolCallOut | None:
