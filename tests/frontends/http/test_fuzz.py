@@ -39,7 +39,7 @@ MESSAGES = st.lists(
 )
 
 KEYWORDS = st.fixed_dictionaries(
-    {}, optional={name: JSON for name in ("type", "properties", "required", "$defs")}
+    {}, optional=dict.fromkeys(("type", "properties", "required", "$defs"), JSON)
 )
 TOOLS = st.lists(
     st.fixed_dictionaries(
