@@ -20,6 +20,7 @@ from bench.kernels import (
     bench_launch,
     bench_layer,
     bench_prefill_attention,
+    bench_sm80,
     bench_store_kv,
     check,
     machine,
@@ -29,7 +30,7 @@ from bench.kernels.impls import Contestant, Registry, load
 from bench.kernels.report import Report, markdown_table
 from bench.kernels.shapes import DECODE_SHAPES, HEADS, MAIN_HEADS, PREFILL_SHAPES
 
-SECTIONS = ("check", "decode", "layer", "prefill", "store", "launch")
+SECTIONS = ("check", "decode", "layer", "prefill", "store", "launch", "sm80")
 _ARENA_BYTES = 18 << 30
 _STARTED = time.monotonic()
 
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log(f"contestants: {[c.name for c in registry.decode]}; missing: {registry.missing}")
     arena = Arena(_ARENA_BYTES)
     if "check" in options.sections:
-        _check(report, arena, registry)
+        _check(report, arena, registry.decode, registry.prefill)
     heads = [h for h in HEADS if str(h) in options.heads]
     with torch.inference_mode():
         for section in options.sections:
@@ -77,11 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check(report: Report, arena: Arena, registry: Registry) -> None:
-    """Check all contestants; a wrong one is not timed."""
+def _check(
+    report: Report, arena: Arena, decode: list[Contestant], prefill: list[Contestant]
+) -> None:
+    """Check contestants against the reference; those that fail leave the lists."""
     for op, contestants, error_of in (
-        ("decode", registry.decode, check.decode_error),
-        ("prefill", registry.prefill, check.prefill_error),
+        ("decode", decode, check.decode_error),
+        ("prefill", prefill, check.prefill_error),
     ):
         right: list[Contestant] = []
         for contestant in contestants:
@@ -137,6 +140,10 @@ def _run(
         bench_store_kv.run(report, arena, registry.store, rounds=options.rounds, log=_log)
     elif section == "launch":
         bench_launch.run(report, arena, registry, log=_log)
+    elif section == "sm80":
+        older = registry.sm80_decode, registry.sm80_prefill
+        _check(report, arena, *older)
+        bench_sm80.run(report, arena, *older, rounds=options.rounds, log=_log)
 
 
 if __name__ == "__main__":

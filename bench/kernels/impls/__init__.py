@@ -67,6 +67,7 @@ class Registry:
 
     Attributes:
         layer: store of the newest token, then decode.
+        sm80_decode, sm80_prefill: the path for older cards, forced; measured apart.
         launch, plan: a name, and what makes the callable whose host time counts.
         store: ours; its rivals are torch operators.
     """
@@ -74,6 +75,8 @@ class Registry:
     decode: list[Contestant] = field(default_factory=list)
     layer: list[Contestant] = field(default_factory=list)
     prefill: list[Contestant] = field(default_factory=list)
+    sm80_decode: list[Contestant] = field(default_factory=list)
+    sm80_prefill: list[Contestant] = field(default_factory=list)
     launch: dict[str, Callable[[PagedBatch], Callable[[], object]]] = field(default_factory=dict)
     plan: dict[str, Callable[[PagedBatch], Callable[[], object]]] = field(default_factory=dict)
     store: StoreCall | None = None

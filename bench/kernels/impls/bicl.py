@@ -15,6 +15,8 @@ import torch
 from bench.kernels.arena import PagedBatch
 from bench.kernels.impls import Contestant, Prepared, Registry
 from bench.kernels.shapes import HEAD_DIM
+from bicl.attention.cuda import CudaBackend
+from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
 from bicl.errors import BackendError
@@ -42,12 +44,20 @@ def register(registry: Registry) -> None:
         Contestant("bicl-deterministic", partial(_decode, {"deterministic": True})),
         Contestant("bicl-pdl", partial(_decode, {"pdl": True})),
         Contestant("bicl-fp8", partial(_decode, {}, dtype=_FP8), element_bytes=1),
-        Contestant("bicl-sm80", partial(_decode, {"force_sm80": True})),
     ]
+    registry.prefill += [
+        Contestant("bicl", _prefill),
+        Contestant("bicl-deterministic", partial(_prefill, deterministic=True)),
+        Contestant("bicl-fp8", partial(_prefill, dtype=_FP8), element_bytes=1),
+    ]
+    registry.sm80_decode.append(Contestant("bicl-sm80", partial(_decode, {"force_sm80": True})))
+    registry.sm80_prefill.append(Contestant("bicl-sm80", _prefill_sm80))
     registry.layer += [
         Contestant("bicl", partial(_layer, False)),
         Contestant("bicl-pdl", partial(_layer, True)),
     ]
+    registry.plan["bicl"] = _plan
+    registry.launch["bicl-run"] = _run_call
     registry.launch["bicl-decode"] = lambda batch: _decode({}, batch).calls[0]
     registry.launch["bicl-store"] = _store_call
     registry.store = store_kv
@@ -112,6 +122,64 @@ def _layer(pdl: bool, batch: PagedBatch) -> Prepared:
 
     calls = [partial(call, *pair) for pair in zip(prepared.calls, slots, strict=True)]
     return Prepared(calls, prepared.key_value)
+
+
+def _prefill(
+    batch: PagedBatch, *, deterministic: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Prepared:
+    layer = pages_of(batch, dtype)
+    metas = batch.metadata(PAGE)
+    out = torch.empty_like(batch.query)
+    # A plan belongs to a backend; one a set of pages lets the calls alternate.
+    backends = [CudaBackend(deterministic=deterministic) for _ in metas]
+
+    def call(backend: CudaBackend, meta: AttentionMetadata) -> torch.Tensor:
+        backend.run(batch.query, layer, meta, scale=SCALE, out=out)
+        return out
+
+    pairs = list(zip(backends, metas, strict=True))
+    for backend, meta in pairs:
+        backend.plan(meta)
+        call(backend, meta)
+    read = partial(key_value, layer, metas[0].page_table, batch.lengths)
+    return Prepared([partial(call, *pair) for pair in pairs], read, backends)
+
+
+def _prefill_sm80(batch: PagedBatch) -> Prepared:
+    layer = pages_of(batch, torch.bfloat16)
+    tables = batch.page_tables(PAGE)
+    out = torch.empty_like(batch.query)
+    tokens, device = batch.query.shape[0], batch.arena.device
+    kernels = library.module()
+    size = kernels.prefill_workspace_bytes(
+        tokens, len(batch.lengths), batch.heads.group, HEAD_DIM, device.index or 0
+    )
+    space = torch.zeros(size, dtype=torch.uint8, device=device)
+    kernels.plan_prefill(
+        *(space, layer.pages, batch.cu_seqlens_q, batch.cache_seqlens, PAGE, tokens),
+        *(batch.heads.query, -1, -1, True, False, True),
+    )
+
+    def call(table: torch.Tensor) -> torch.Tensor:
+        kernels.prefill_attention(
+            *(out, None, batch.query, layer.pages, table, batch.cache_seqlens, space, PAGE),
+            *(1.0, 1.0, SCALE, 0.0, -1, -1, True, False, True),
+        )
+        return out
+
+    read = partial(key_value, layer, tables[0], batch.lengths)
+    return Prepared([partial(call, table) for table in tables], read)
+
+
+def _run_call(batch: PagedBatch) -> Callable[[], object]:
+    """What a server pays: the backend's own checks included."""
+    layer, meta = pages_of(batch, torch.bfloat16), batch.metadata(PAGE)[0]
+    out = torch.empty_like(batch.query)
+    return partial(CudaBackend().run, batch.query, layer, meta, scale=SCALE, out=out)
+
+
+def _plan(batch: PagedBatch) -> Callable[[], object]:
+    return partial(CudaBackend().plan, batch.metadata(PAGE)[0])
 
 
 def _store_call(batch: PagedBatch) -> Callable[[], object]:
