@@ -14,11 +14,10 @@ PrefillPlan plan_view(void* workspace, int num_tokens, int batch, int group_size
 // Writes the tile list of one step: which rows, which keys, in which order, split or not.
 void plan_prefill(const PrefillPlanParams& params, cudaStream_t stream);
 
-// Whether this card and shape run the wgmma kernel (which also understands split tiles).
-bool prefill_uses_sm90(const Pages& pages, DType query_dtype, const DeviceInfo& device);
+// Whether the wgmma kernel takes these pages on this card; it also understands split tiles.
+bool prefill_uses_sm90(const Pages& pages, const DeviceInfo& device);
 
 // Attention of packed queries over pages, by the tile list in `params.plan`.
-void prefill_sm80(const PrefillParams& params, cudaStream_t stream);
-void prefill_sm90(const PrefillParams& params, int num_ctas, cudaStream_t stream);
+void prefill_attention(const PrefillParams& params, bool force_sm80, int device, cudaStream_t stream);
 
 }  // namespace bicl

@@ -178,23 +178,32 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
 // Stores the thread's two rows of columns [column, column + 2 N): normalised, 16 bytes a lane.
 template <typename E, int N>
 __device__ __forceinline__ void store_rows(const PrefillParams& p, const PrefillTile& tile, int kv_head, int row,
-                                           int column, const float (&o)[N], const float (&inverse)[2]) {
+                                           int column, float (&o)[N], const float (&inverse)[2]) {
   const int lane = threadIdx.x % 4;
+  E* out[2];
+  bool valid[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const RowPlace place = row_place(p, row + 8 * i);
-    const bool valid = place.token < tile.query_len;
-    E* out = static_cast<E*>(p.out) + (tile.query_start + place.token) * p.out_token_stride +
-             (kv_head * static_cast<int64_t>(p.group.divisor) + place.head) * p.out_head_stride;
+    valid[i] = place.token < tile.query_len;
+    out[i] = static_cast<E*>(p.out) + (tile.query_start + place.token) * p.out_token_stride +
+             (kv_head * static_cast<int64_t>(p.group.divisor) + place.head) * p.out_head_stride + column + 8 * lane;
+  }
+  const int columns = p.head_dim - column - 8 * lane;
 #pragma unroll
-    for (int n = 0; n < N / 4; n += 4) {
+  for (int n = 0; n < N / 4; n += 4) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
       uint32_t w[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        w[j] = ptx::pack(o[4 * (n + j) + 2 * i] * inverse[i], o[4 * (n + j) + 2 * i + 1] * inverse[i], E{});
+      for (int j = 0; j < 4; ++j) {
+        float* pair = o + 4 * (n + j) + 2 * i;
+        // In this order, or the compiler keeps products of all columns at once.
+        asm volatile("" : "+f"(pair[0]), "+f"(pair[1])::"memory");
+        w[j] = ptx::pack(pair[0] * inverse[i], pair[1] * inverse[i], E{});
+      }
       quad_transpose(w);
-      const int first = column + 8 * (n + lane);
-      if (valid && first < p.head_dim) *reinterpret_cast<uint4*>(out + first) = make_uint4(w[0], w[1], w[2], w[3]);
+      if (valid[i] && 8 * n < columns) *reinterpret_cast<uint4*>(out[i] + 8 * n) = make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
 }

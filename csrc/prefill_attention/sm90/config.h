@@ -8,9 +8,9 @@ constexpr int kThreads = 128 * (1 + kConsumers);      // warpgroup 0 loads
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kQueryThreads = 96;                     // warps 1 to 3 of the loading warpgroup
 constexpr int kPageKeys = 64;
-// 168 registers a thread at entry (65536 / 384, in steps of 8): 40 * 128 + 232 * 256 = 168 * 384.
-constexpr int kLoaderRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+// 168 registers a thread at entry (65536 / 384, in steps of 8): 56 * 128 + 224 * 256 = 168 * 384.
+constexpr int kLoaderRegisters = 56;
+constexpr int kConsumerRegisters = 224;
 
 template <int D>
 struct Config {

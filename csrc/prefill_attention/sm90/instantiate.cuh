@@ -1,8 +1,8 @@
-// One template combination per file: each takes a while to compile.
+
 #pragma once
 
 #include "../../common/launch.h"
-#include "../launch.h"
+#include "../registry.h"
 #include "kernel.cuh"
 
 namespace bicl::prefill::sm90 {

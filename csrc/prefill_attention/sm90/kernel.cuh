@@ -34,6 +34,7 @@ struct Control {
   uint64_t value_full[4], value_empty[4];
   uint64_t assigned[2], taken[2];
   Assignment assignments[2];
+  PrefillHeader header;
 };
 
 template <int kStages>
@@ -105,6 +106,7 @@ struct KeyLoader {
   Control<D>& control;
   uint32_t base;
   Ring<C::kStages> ring;  // of K; V follows one block behind
+  uint32_t assigned;
   int lane;
 
   // Copies one block of K (plane 0) or V (plane 1). Each lane issues one 64-dim tile of one page, whose id it
@@ -143,7 +145,8 @@ struct KeyLoader {
     ptx::fence_proxy_async();
   }
 
-  // Order of use: K of the last block, then K of the next and V of the one before.
+  // Order of use: K of the last block, then K of the next and V of the one before. Once the rings are full,
+  // and this warp would wait anyway, it finds out what comes after this tile.
   __device__ __forceinline__ void load_tile(const Assignment& a) {
     const PrefillTile& tile = a.tile;
     const Blocks<D> blocks(p, tile);
@@ -160,15 +163,19 @@ struct KeyLoader {
       load<0>(a.head, num_keys, block, now, ring);
       if (block + 1 < blocks.end) load<1>(a.head, num_keys, block + 1, before, {ring.count - 1});
       ++ring.count;
+      if (block == blocks.end - 2) assign_next();
       before = now;
       now = next;
     }
     load<1>(a.head, num_keys, blocks.begin, before, {ring.count - 1});
+    if (blocks.end - blocks.begin == 1) assign_next();
   }
 
-  // Writes what `ticket` means; each lane copies one word of the tile.
-  __device__ __forceinline__ void assign(Assignment& a, int ticket) {
-    const PrefillHeader& header = *p.plan.header;
+  // Tells the others what `ticket` means; each lane copies one word of the tile.
+  __device__ __forceinline__ void assign(int ticket) {
+    const int slot = assigned & 1;
+    Assignment& a = control.assignments[slot];
+    const PrefillHeader& header = control.header;
     const int work = header.work_tickets, total = header.total_tickets;
     int entry = 0, head = 0, column = 0;
     if (ticket < work) {
@@ -180,35 +187,42 @@ struct KeyLoader {
       head = index % p.pages.num_kv_heads;
       entry = p.plan.splits[index / p.pages.num_kv_heads].entry;
     }
+    ptx::mbarrier_wait(ptx::smem_address(&control.taken[slot]), (assigned >> 1 & 1) ^ 1);
     constexpr int kWords = sizeof(PrefillTile) / sizeof(int);
     if (ticket < total && lane < kWords)
-      reinterpret_cast<int*>(&a.tile)[lane] = reinterpret_cast<const int*>(p.plan.tiles + entry)[lane];
+      reinterpret_cast<int*>(&a.tile)[lane] = __ldg(reinterpret_cast<const int*>(p.plan.tiles + entry) + lane);
     if (lane == 0) {
       a.head = head;
       a.column = column;
       a.task = ticket < work ? Task::kTile : ticket < total ? Task::kCombine : Task::kEnd;
+      // The last of all tickets is drawn: ready for the next launch.
+      if (ticket == total + static_cast<int>(gridDim.x) - 1) p.plan.header->next_ticket = 0;
     }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&control.assigned[slot]));
+    ++assigned;
+  }
+
+  __device__ __forceinline__ void assign_next() {
+    int ticket = 0;
+    if (lane == 0) ticket = gridDim.x + atomicAdd(&p.plan.header->next_ticket, 1);
+    assign(__shfl_sync(~0u, ticket, 0));
   }
 
   __device__ __forceinline__ void run() {
-    PrefillHeader& header = *p.plan.header;
-    int ticket = blockIdx.x;
-    for (int i = 0;; ++i) {
-      int next = 0;
-      if (lane == 0 && ticket < header.total_tickets) next = gridDim.x + atomicAdd(&header.next_ticket, 1);
-      const int slot = i & 1;
-      Assignment& a = control.assignments[slot];
-      ptx::mbarrier_wait(ptx::smem_address(&control.taken[slot]), (i >> 1 & 1) ^ 1);
-      assign(a, ticket);
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&control.assigned[slot]));
-      if (a.task == Task::kEnd) {
-        // All tickets are drawn: ready for the next launch.
-        if (lane == 0 && ticket == header.total_tickets + static_cast<int>(gridDim.x) - 1) header.next_ticket = 0;
-        return;
+    constexpr int kWords = sizeof(PrefillHeader) / sizeof(int);
+    if (lane < kWords)
+      reinterpret_cast<int*>(&control.header)[lane] = reinterpret_cast<const int*>(p.plan.header)[lane];
+    __syncwarp();
+    assign(blockIdx.x);
+    for (uint32_t i = 0;; ++i) {
+      const Assignment& a = control.assignments[i & 1];
+      if (a.task == Task::kEnd) return;
+      if (a.task == Task::kTile && a.tile.block_begin < a.tile.block_end) {
+        load_tile(a);
+      } else {
+        assign_next();
       }
-      if (a.task == Task::kTile && a.tile.block_begin < a.tile.block_end) load_tile(a);
-      ticket = __shfl_sync(~0u, next, 0);
     }
   }
 };
@@ -333,6 +347,18 @@ __device__ __forceinline__ void combine(const PrefillParams& p, const Assignment
     if (ptx::atomic_add_acq_rel(&p.plan.combined[counter], 1) == kReaders - 1)
       p.plan.arrived[counter] = p.plan.combined[counter] = 0;
   }
+}
+
+// Rows that see no key at all.
+template <typename E, int D>
+__device__ __forceinline__ void store_nothing_seen(const PrefillParams& p, const Assignment& a, int row) {
+  const float zero[2] = {0.f, 0.f};
+#pragma unroll 1
+  for (int column = 0; column < D; column += 32) {
+    float o[16] = {};
+    store_rows<E>(p, a.tile, a.head, row, column, o, zero);
+  }
+  store_lse(p, a.tile, a.head, row, Softmax(), 1.f);
 }
 
 template <typename E, int D, bool kLocal, bool kCap>
@@ -489,13 +515,11 @@ struct Consumer {
         continue;
       }
       const int row = a.tile.row + local_row;
-      if (a.tile.block_begin < a.tile.block_end) {
-        run_tile(a, row);
-      } else {
-        softmax = Softmax();
-#pragma unroll
-        for (float& x : o) x = 0.f;
+      if (a.tile.block_begin == a.tile.block_end) {
+        store_nothing_seen<E, D>(p, a, row);
+        continue;
       }
+      run_tile(a, row);
       if (a.tile.split >= 0) {
         store_partial<D>(p, a, thread, o, softmax);
       } else {
@@ -537,7 +561,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pr
   if (warpgroup == 0) {
     shrink_registers<kLoaderRegisters>();
     if (threadIdx.x < 32) {
-      KeyLoader<D>{p, control, base, {}, static_cast<int>(threadIdx.x)}.run();
+      KeyLoader<D>{p, control, base, {}, 0, static_cast<int>(threadIdx.x)}.run();
     } else {
       load_queries<E, D>(p, control, base);
     }

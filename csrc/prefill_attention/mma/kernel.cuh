@@ -5,7 +5,7 @@
 #include "../../common/layout.cuh"
 #include "../rows.cuh"
 
-namespace bicl::prefill::sm80 {
+namespace bicl::prefill::mma {
 
 constexpr int kRows = 64;
 constexpr int kKeys = 64;
@@ -193,4 +193,4 @@ __global__ void __launch_bounds__(kThreads) kernel(const __grid_constant__ Prefi
   store_lse(p, tile, head, row, softmax, scale.log2_scale);
 }
 
-}  // namespace bicl::prefill::sm80
+}  // namespace bicl::prefill::mma

@@ -1,3 +1,0 @@
-#include "instantiate.cuh"
-
-template void bicl::prefill::sm90::run<__half, 128>(const PrefillParams&, int, cudaStream_t);
