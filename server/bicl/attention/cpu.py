@@ -48,7 +48,14 @@ class CpuBackend:
             InvalidInputError: a wrong shape, dtype or device, lengths that decrease or exceed the
                 metadata's own bounds.
         """
-        self._planned = (meta, _schedule(meta))
+        self._schedule_of(meta, again=True)
+
+    def _schedule_of(self, meta: AttentionMetadata, *, again: bool = False) -> ops.StepSchedule:
+        """The schedule of ``meta``; another thread may plan its own step in between."""
+        planned = self._planned
+        if again or planned is None or planned[0] is not meta:
+            planned = self._planned = (meta, _schedule(meta))
+        return planned[1]
 
     def store(
         self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
@@ -77,10 +84,7 @@ class CpuBackend:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """See ``AttentionBackend.run``; plans ``meta`` first if it is not the planned one."""
         check_query(layer, query, out, scale, softcap)
-        if self._planned is None or self._planned[0] is not meta:
-            self.plan(meta)
-        assert self._planned is not None
-        schedule = self._planned[1]
+        schedule = self._schedule_of(meta)
         if query.shape[0] < schedule.num_rows:
             raise InvalidInputError(
                 f"query has {query.shape[0]} rows, but cu_seqlens_q ends at {schedule.num_rows}"

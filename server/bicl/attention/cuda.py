@@ -85,7 +85,9 @@ class CudaBackend:
         check_no_grad("query", query)
         if not _aligned(query):
             query = query.contiguous()
-        result = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+        result = (
+            torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+        )
         num_tokens, num_q_heads = query.shape[0], query.shape[1]
         lse = (
             torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=query.device)

@@ -19,7 +19,7 @@ import torch
 from bicl.cache.layout import PageLayout
 from bicl.errors import InvalidInputError, UnsupportedError
 
-__all__ = ["as_units", "plane_index", "row_index", "row_unit"]
+__all__ = ["as_units", "plane_index", "plane_unit", "row_index", "row_unit"]
 
 
 def row_unit(layout: PageLayout) -> int:
@@ -27,7 +27,7 @@ def row_unit(layout: PageLayout) -> int:
     return layout.chunk_elements if layout.swizzle else layout.tile
 
 
-def _plane_unit(layout: PageLayout) -> int:
+def plane_unit(layout: PageLayout) -> int:
     """Elements of one plane that lie together in token-major order."""
     if layout.dim_tiles == 1 and not layout.swizzle:
         return layout.page_size * layout.padded_head_dim
@@ -62,7 +62,7 @@ def plane_index(layout: PageLayout, page_ids: np.ndarray) -> torch.Tensor:
         ``[chunks, H, 2, pages * page_size, padded_head_dim]``.
     """
     planes = _planes_of_page(layout)
-    unit = _plane_unit(layout)
+    unit = plane_unit(layout)
     units = layout.page_size * layout.padded_head_dim // unit
     first = page_ids.astype(np.int64)[:, None, None, :] * planes.size + planes[:, :, None]
     if units > 1:
@@ -90,4 +90,4 @@ def as_units(pages: torch.Tensor, layout: PageLayout, *, rows: bool) -> torch.Te
         raise InvalidInputError("pages must be contiguous; pass the pool's own tensor")
     if layout.element_bytes == 1:
         pages = pages.view(torch.uint8)
-    return pages.view(-1, row_unit(layout) if rows else _plane_unit(layout))
+    return pages.view(-1, row_unit(layout) if rows else plane_unit(layout))

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from bicl.cache.layout import PageLayout
-from bicl.ops.cpu.dense import Partial, attend, attend_sequence
-from bicl.ops.cpu.gather import load_pages
+from bicl.ops.cpu.dense import Partial, attend_sequence
+from bicl.ops.cpu.gather import PageLoader
 from bicl.ops.cpu.schedule import Sequence, StepSchedule
 
 __all__ = ["AttentionOptions", "paged_attention"]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class AttentionOptions:
     """What one call asks for; ``left`` and ``right`` are -1 where unlimited."""
 
@@ -79,44 +79,14 @@ def _decode(
     options: AttentionOptions,
 ) -> Partial:
     """All decode rows in one computation: ``[rows, H, group, d]`` and LSE ``[rows, H, group]``."""
-    chunks = schedule.decode_chunks(layout, options.left)
-    dtype = _compute_dtype(query, layout)
-    loaded = load_pages(pages, layout, chunks.index, chunks.count, dtype)
-    if chunks.unused is not None:
-        # Slots that nobody wrote may hold NaN, and 0 x NaN is NaN.
-        loaded.view(-1, layout.padded_head_dim).index_fill_(0, chunks.unused, 0.0)
-    if chunks.span is not None:
-        loaded = loaded[..., chunks.span[0] : chunks.span[1], :]
-    loaded = loaded[..., : layout.head_dim]
-
+    batch = schedule.decode_batch(layout, options.left, _compute_dtype(query, layout))
     rows = schedule.decode_rows
-    picked = query[: schedule.num_rows] if rows is None else query.index_select(0, rows)
-    grouped = picked.to(dtype).view(picked.shape[0], layout.num_kv_heads, -1, layout.head_dim)
-    if chunks.row_of_chunk is not None:
-        grouped = grouped.index_select(0, chunks.row_of_chunk)
-    part = attend(
-        grouped,
-        loaded[:, :, 0],
-        loaded[:, :, 1],
-        scale=options.scale * options.k_scale,
-        softcap=options.softcap,
-        mask=chunks.mask,
-    )
-    if chunks.row_of_chunk is not None:
-        part = _combine(part, chunks.row_of_chunk, picked.shape[0])
+    if rows is not None:
+        query = query.index_select(0, rows)
+    elif query.shape[0] > schedule.num_rows:
+        query = query[: schedule.num_rows]
+    part = batch.run(query, pages, scale=options.scale * options.k_scale, softcap=options.softcap)
     return part if options.v_scale == 1.0 else (part[0] * options.v_scale, part[1])
-
-
-def _combine(part: Partial, row_of_chunk: torch.Tensor, num_rows: int) -> Partial:
-    """Merge the chunks of each row by their LSE."""
-    out, lse = part
-    top = lse.new_full((num_rows, *lse.shape[1:]), -math.inf)
-    top.scatter_reduce_(0, row_of_chunk[:, None, None].expand_as(lse), lse, "amax")
-    weight = (lse - top.index_select(0, row_of_chunk)).exp_()
-    total = torch.zeros_like(top).index_add_(0, row_of_chunk, weight)
-    weighted = out.float() * weight[..., None]
-    merged = weighted.new_zeros((num_rows, *out.shape[1:])).index_add_(0, row_of_chunk, weighted)
-    return merged / total[..., None], top + total.log()
 
 
 def _write_decode(
@@ -155,13 +125,14 @@ def _prefill(
         return
     dtype = _compute_dtype(query, layout)
     wanted = schedule.prefill_pages(layout, sequence, options.left)
-    loaded = load_pages(pages, layout, wanted.index, 1, dtype)[0]
-    loaded = loaded[:, :, wanted.begin : wanted.end, : layout.head_dim]
+    loader = PageLoader(layout, wanted.index, 1, dtype, schedule.scratch)
+    loader.load(pages)
+    seen = loader.rows[0, :, :, wanted.begin : wanted.end, : layout.head_dim]
     grouped = query[rows].to(dtype).view(-1, layout.num_kv_heads, *_group(query, layout))
     part_out, part_lse = attend_sequence(
         grouped.permute(1, 2, 0, 3),
-        loaded[:, 0],
-        loaded[:, 1],
+        seen[:, 0],
+        seen[:, 1],
         num_keys=sequence.keys,
         left=options.left,
         right=options.right,

@@ -15,9 +15,11 @@ import torch
 from bicl.cache.layout import PageLayout
 from bicl.errors import InvalidInputError
 from bicl.ops.cpu.addressing import plane_index
+from bicl.ops.cpu.decode import DecodeBatch, DecodeChunks
+from bicl.ops.cpu.gather import Scratch
 from bicl.ops.cpu.store_kv import StoreIndex
 
-__all__ = ["DecodeChunks", "PrefillPages", "Sequence", "StepSchedule"]
+__all__ = ["PrefillPages", "Sequence", "StepSchedule"]
 
 # Extra work of one chunk (call, combine) in pages, in the choice of the chunk size.
 CHUNK_OVERHEAD_PAGES = 0.5
@@ -35,27 +37,6 @@ class Sequence:
     def first_key(self, left: int) -> int:
         """First key that any row sees; ``left`` counts keys before its own, -1 is unlimited."""
         return 0 if left < 0 else max(0, self.keys - self.rows - left)
-
-
-@dataclass(frozen=True)
-class DecodeChunks:
-    """Pages of all decode rows, cut into chunks of equally many pages.
-
-    Attributes:
-        index: for ``load_pages``.
-        count: number of chunks.
-        row_of_chunk: int64 ``[count]``; None where each row is one chunk.
-        span: tokens of a chunk that count, where they are the same in all chunks; else None.
-        mask: bool ``[count, 1, 1, tokens]``, True = counts; None if ``span`` says it.
-        unused: int64, flat ``[count * H * 2 * tokens]`` numbers of the tokens that do not count.
-    """
-
-    index: torch.Tensor
-    count: int
-    row_of_chunk: torch.Tensor | None
-    span: tuple[int, int] | None
-    mask: torch.Tensor | None
-    unused: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -98,7 +79,9 @@ class StepSchedule:
         self._store: dict[tuple[PageLayout, int], StoreIndex] = {}
         self._chunks: dict[tuple[PageLayout, int], DecodeChunks] = {}
         self._pages: dict[tuple[PageLayout, int, int], PrefillPages] = {}
+        self._batches: dict[tuple[PageLayout, int, torch.dtype], DecodeBatch] = {}
         self._checked: set[tuple[int, int]] = set()
+        self.scratch = Scratch()
 
     @cached_property
     def decode_rows(self) -> torch.Tensor | None:
@@ -169,6 +152,14 @@ class StepSchedule:
         if wanted not in self._chunks:
             self._chunks[wanted] = self._make_chunks(layout, left)
         return self._chunks[wanted]
+
+    def decode_batch(self, layout: PageLayout, left: int, dtype: torch.dtype) -> DecodeBatch:
+        """The decode rows' keys under a window of ``left``, computed on in ``dtype``."""
+        wanted = (layout, left, dtype)
+        if wanted not in self._batches:
+            chunks = self.decode_chunks(layout, left)
+            self._batches[wanted] = DecodeBatch(layout, chunks, len(self.decode), dtype)
+        return self._batches[wanted]
 
     def _make_chunks(self, layout: PageLayout, left: int) -> DecodeChunks:
         size = layout.page_size
