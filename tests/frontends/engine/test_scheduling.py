@@ -35,7 +35,7 @@ def test_chunked_prefill_after_a_prefix_hit(tiny) -> None:
     ids = shared + prompt(138, seed=1)
     expected = solo(tiny, request(ids))
     with running(tiny, max_batch_prefill_tokens=100) as engine:
-        generate(engine, request(shared + [5], 1))
+        generate(engine, request([*shared, 5], 1))
         (result,) = generate(engine, request(ids))
     assert result.ids == expected
     assert result.done.usage.cached_tokens == 192
@@ -71,7 +71,7 @@ def test_shared_prefix_is_reused_to_the_token(tiny, shared: int, least: int) -> 
     """Whole pages by reference, the rest of the last one by copy if that is worth it. (A74)"""
     ids = prompt(shared)
     with running(tiny) as engine:
-        generate(engine, request(ids + [9], 1))
+        generate(engine, request([*ids, 9], 1))
         (result,) = generate(engine, request([*ids, 10, 11, 12]))
     assert result.done.usage.cached_tokens == least
     assert result.ids == solo(tiny, request([*ids, 10, 11, 12]))

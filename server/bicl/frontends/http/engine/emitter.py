@@ -75,8 +75,13 @@ class Emitter:
         grammar = sequence.sampling.grammar
         if grammar is not None:
             grammar.advance(token_id)
-        reason, text = sequence.stop.push(token_id, sequence.detokenizer.push(token_id))
-        token = Token(token_id, text, choice.logprob, token_id in self._special)
+        special = token_id in self._special
+        text = sequence.detokenizer.push(token_id)
+        reason, text = sequence.stop.push(
+            token_id, "" if special and sequence.stop.withholds else text
+        )
+        # Text that was held back until a special token came is no special text.
+        token = Token(token_id, text, choice.logprob, special and not sequence.stop.withholds)
         top = tuple(
             Token(i, self._text_of(i), logprob, i in self._special) for i, logprob in choice.top
         )

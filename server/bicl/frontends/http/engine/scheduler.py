@@ -157,7 +157,8 @@ class Scheduler:
         self._stop_running(sequence, keep=True)
         sequence.num_preemptions += 1
         sequence.num_computed = 0
-        sequence.prefill.clear()
+        if sequence.wants_prefill_logprobs:
+            sequence.prefill.clear()
         self.preemptions += 1
         self._crowded = True
         self.waiting.appendleft(sequence)

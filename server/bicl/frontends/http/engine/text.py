@@ -60,44 +60,43 @@ class Detokenizer:
 
 
 @lru_cache(maxsize=256)
-def _pattern(stop: tuple[str, ...]) -> re.Pattern[str]:
-    """Any of the strings at the end. As in TGI, ``$`` also matches before a final newline."""
-    return re.compile("(?:" + "|".join(map(re.escape, stop)) + ")$")
+def _pattern(stop: tuple[str, ...], end: str) -> re.Pattern[str]:
+    return re.compile("(?:" + "|".join(map(re.escape, stop)) + ")" + end)
 
 
 class StopCheck:
     """TGI's rules in TGI's order: length, end-of-sequence token, stop sequences.
 
-    A stop sequence counts only where it ends the text after some token. With
-    ``params.include_stop`` it stays part of the text, as in TGI. Without, text that may be the
-    beginning of a stop sequence is held back until that is decided, and the sequence itself is
-    never given out.
+    With ``params.include_stop``, as in TGI, a stop sequence counts only where it ends the text
+    after some token (or stands before a final newline), and stays part of the text. Without, it
+    counts wherever it appears, is never given out, and text that may be its beginning is held back
+    until that is decided.
     """
 
     def __init__(self, params: GenerationParams, eos_token_ids: frozenset[int]) -> None:
         self._max_new_tokens = params.max_new_tokens
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._stop = params.stop
-        self._hold = bool(params.stop) and not params.include_stop
-        self._keep = 2 * max(map(len, params.stop), default=0) + 1
+        self.withholds = bool(params.stop) and not params.include_stop
+        self._keep = max(map(len, params.stop), default=0)
         self._tail = ""  # enough of the text to find a stop sequence at its end
         self._held = ""
         self._num_tokens = 0
         self.matched = ""
-        """The stop sequence that ended the text, with what followed it in the last token."""
+        """The withheld stop sequence that ended the text, with what followed it in its token."""
 
     def push(self, token_id: int, text: str) -> tuple[FinishReason | None, str]:
         """Account for one token. Returns why to stop, if so, and the text to give out."""
         self._num_tokens += 1
-        reason = self._reason(token_id, text)
-        if not self._hold:
+        reason = self._reason(token_id)
+        if not self.withholds:
+            if reason is None and self._ends_with_stop(text):
+                reason = FinishReason.STOP_SEQUENCE
             return reason, text
         self._held += text
-        if reason is FinishReason.STOP_SEQUENCE:
-            match = _pattern(self._stop).search(self._held)
-            assert match is not None
-            self.matched, text = self._held[match.start() :], self._held[: match.start()]
-            return reason, text
+        if match := _pattern(self._stop, "").search(self._held):
+            self.matched = self._held[match.start() :]
+            return FinishReason.STOP_SEQUENCE, self._held[: match.start()]
         keep = 0 if reason else self._possible_start()
         text, self._held = (
             self._held[: len(self._held) - keep],
@@ -105,16 +104,18 @@ class StopCheck:
         )
         return reason, text
 
-    def _reason(self, token_id: int, text: str) -> FinishReason | None:
-        if self._stop:
-            self._tail = (self._tail + text)[-max(self._keep, len(text) + self._keep) :]
+    def _reason(self, token_id: int) -> FinishReason | None:
         if self._num_tokens >= self._max_new_tokens:
             return FinishReason.LENGTH
         if token_id in self._eos:
             return FinishReason.EOS_TOKEN
-        if self._stop and _pattern(self._stop).search(self._tail):
-            return FinishReason.STOP_SEQUENCE
         return None
+
+    def _ends_with_stop(self, text: str) -> bool:
+        if not self._stop:
+            return False
+        self._tail = (self._tail + text)[-(self._keep + len(text)) :]
+        return _pattern(self._stop, "$").search(self._tail) is not None
 
     def _possible_start(self) -> int:
         """Length of the longest end of the held text that begins a stop sequence."""
