@@ -55,18 +55,17 @@ class PageLoader:
     ) -> None:
         unit = plane_unit(layout)
         shape = (chunks, layout.num_kv_heads, layout.planes, -1, layout.padded_head_dim)
-        stored = torch.uint8 if layout.element_bytes == 1 else layout.dtype
-        self._layout = layout
         self._index = index
-        self._units = scratch.take(len(index) * unit, stored).view(-1, unit)
-        self._stored = self._units.view(layout.dtype).view(shape)
+        memory = scratch.take(len(index) * unit, layout.dtype)
+        self._unit = unit
+        self._units = as_units(memory, unit)
+        self._stored = memory.view(shape)
         same = dtype == layout.dtype
         self.rows = self._stored if same else torch.empty(self._stored.shape, dtype=dtype)
 
     def load(self, pages: torch.Tensor) -> None:
         """Fill ``rows`` from one layer's pages."""
-        units = as_units(pages, self._layout, rows=False)
-        torch.index_select(units, 0, self._index, out=self._units)
+        torch.index_select(as_units(pages, self._unit), 0, self._index, out=self._units)
         if self.rows is not self._stored:
             self.rows.copy_(self._stored)
 

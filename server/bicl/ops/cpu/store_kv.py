@@ -57,13 +57,13 @@ def store_kv(
         key, value = key[index.kept_rows], value[index.kept_rows]
     if layout.element_bytes == 1:
         key, value = _quantise(key, k_scale, layout), _quantise(value, v_scale, layout)
+    elif key.dtype != layout.dtype:
+        key, value = key.to(layout.dtype), value.to(layout.dtype)
     rows = torch.stack((key, value), dim=2)
     if layout.padded_head_dim != layout.head_dim:
         rows = F.pad(rows, (0, layout.padded_head_dim - layout.head_dim))
-    units = as_units(pages, layout, rows=True)
-    if layout.element_bytes > 1:
-        rows = rows.to(layout.dtype)
-    units.index_copy_(0, index.units, rows.view(-1, row_unit(layout)))
+    unit = row_unit(layout)
+    as_units(pages, unit).index_copy_(0, index.units, as_units(rows, unit))
 
 
 def _quantise(rows: torch.Tensor, scale: float, layout: PageLayout) -> torch.Tensor:
