@@ -7,7 +7,7 @@ MODEL ?= bundled
 PYTEST := $(BIN)/python -m pytest -c server/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: bench-kernels help install install-dev serve test test-gpu check format lint typecheck doctor clean
+.PHONY: bench-kernels kernels help install install-dev serve test test-gpu check format lint typecheck doctor clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -27,6 +27,9 @@ serve: install ## serve a model (MODEL=bundled) over HTTP on PORT=8080
 
 test: install-dev ## run all tests that this machine can run
 	$(PYTEST) tests $(ARGS)
+
+kernels: install-dev ## compile the CUDA kernels (needs nvcc; KERNEL_ARGS="--arch 90a" for one card)
+	$(BIN)/python csrc/build.py $(KERNEL_ARGS)
 
 test-gpu: install-dev kernels ## run the kernel tests on this machine's GPU
 	$(PYTEST) tests/kernels $(ARGS)

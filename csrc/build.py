@@ -75,7 +75,8 @@ def generated_units(build: Path) -> Iterator[Unit]:
     """Writes what each ``instances.py`` lists, touching only files whose text changed."""
     for listing in sorted(CSRC.glob("*/instances.py")):
         spec = importlib.util.spec_from_file_location(f"{listing.parent.name}_instances", listing)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         for name, text in module.instances():
@@ -185,7 +186,11 @@ def build(args: argparse.Namespace) -> None:
 
     build_dir.mkdir(parents=True, exist_ok=True)
     generated = [u for u in generated_units(build_dir) if re.search(args.only, u.name)]
-    units = [u for u in [*source_units(), *generated] if not args.skip or not re.search(args.skip, u.name)]
+    units = [
+        u
+        for u in [*source_units(), *generated]
+        if not args.skip or not re.search(args.skip, u.name)
+    ]
     commands = {u: c for u in units if (c := unit_command(u)) is not None}
     with ThreadPoolExecutor(args.jobs) as pool:
         reports = dict(
@@ -198,8 +203,8 @@ def build(args: argparse.Namespace) -> None:
     bindings = build_dir / "bindings.o"
     cuda_include = Path(args.cuda_home) / "include"
     compile_once(
-        [args.cxx, "-O2", "-fPIC", "-fvisibility=hidden", f'-DBICL_ARCHS="{args.arch}"', *includes, "-I", str(cuda_include),
-         "-MD", "-MF", str(bindings.with_suffix(".d")),
+        [args.cxx, "-O2", "-fPIC", "-fvisibility=hidden", f'-DBICL_ARCHS="{args.arch}"',
+         *includes, "-I", str(cuda_include), "-MD", "-MF", str(bindings.with_suffix(".d")),
          "-c", str(CSRC / "bindings.cpp"), "-o", str(bindings)],
         bindings,
     )  # fmt: skip

@@ -10,7 +10,8 @@ STORED = {
     "e5m2": ("__nv_fp8_e5m2", "kFloat8E5M2"),
 }
 HEAD_DIMS = {64: (64, 128, 192, 256), 32: (64, 96, 128, 192, 256)}  # padded, by tile
-HEAD_BLOCKS = (1, 2)  # groups up to 8, up to 16 (larger ones in steps of 16)
+# Blocks of 8 query heads a CTA serves; see cta_head_blocks() in schedule.h.
+HEAD_BLOCKS = {64: (1, 2), 96: (1, 2), 128: (1, 2), 192: (1,), 256: (1,)}
 
 
 def instances() -> Iterator[tuple[str, str]]:
@@ -19,9 +20,9 @@ def instances() -> Iterator[tuple[str, str]]:
         for dtype, (stored, name) in STORED.items():
             for tile, head_dims in HEAD_DIMS.items():
                 for head_dim in head_dims:
-                    lines = [
-                        f"BICL_DECODE({family}, {loader}, {stored}, {name}, {head_dim}, {tile}, {n})"
-                        for n in HEAD_BLOCKS
-                    ]
-                    text = '#include "decode_attention/instantiate.cuh"\n\n' + "\n".join(lines) + "\n"
+                    shape = f"{family}, {loader}, {stored}, {name}, {head_dim}, {tile}"
+                    lines = [f"BICL_DECODE({shape}, {n})" for n in HEAD_BLOCKS[head_dim]]
+                    text = (
+                        '#include "decode_attention/instantiate.cuh"\n\n' + "\n".join(lines) + "\n"
+                    )
                     yield f"{family}_{dtype}_d{head_dim}_t{tile}.cu", text

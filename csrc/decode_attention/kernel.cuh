@@ -27,7 +27,7 @@ struct KernelParams {
   int cluster_log2;     // of the CTAs a cluster; 0: stream-K only
 };
 
-enum NamedBarrier { kEntriesReady = 1, kConsumersOnly = 2 };
+enum NamedBarrier { kReady = 1, kConsumersOnly = 2 };
 
 template <typename T>
 class DecodeCta {
@@ -39,63 +39,75 @@ class DecodeCta {
 
   __device__ __forceinline__ void run() {
     if (p_.pdl) ptx::grid_launch_dependents();
+    const int length = lane_ < p_.sequences.batch ? p_.sequences.cache_seqlens[lane_] : 0;
     const bool producer = warp_ == T::kConsumerWarps;
-    if (producer) {
-      init_barriers();
-      build_entries(entries(), &longest(), p_.sequences, p_.window_left, multiple());
-      __syncwarp();
-      ptx::named_barrier_arrive(kEntriesReady, T::kThreads);
-    } else {
-      ptx::named_barrier(kEntriesReady, T::kThreads);
-    }
-    const Line line(entries(), p_.sequences.batch, k_.heads.divisor, k_.grid, p_.deterministic);
-    const bool cluster = use_cluster(line);
-    int begin, end;
-    if (cluster) {
-      cluster_share(begin, end);
-    } else {
-      const int mine = line.begin(blockIdx.x + lane_ % 2);
-      begin = __shfl_sync(~0u, mine, 0);
-      end = __shfl_sync(~0u, mine, 1);
-    }
+    if (producer) init_barriers();  // while the lengths come
+    Share share;
+    const bool cluster = cluster_share(share, length);
     if (cluster) start_cluster();
     if (producer) {
-      produce(line, begin, end);
-      if (cluster) wait_cluster();
+      if (!cluster) build_entries(entries(), p_.sequences, length, p_.window_left, multiple());
+      __syncwarp();
+      ptx::named_barrier_arrive(kReady, T::kThreads);
     } else {
+      ptx::named_barrier(kReady, T::kThreads);
+    }
+    const Line line(entries(), p_.sequences.batch, k_.heads.divisor, k_.grid, p_.deterministic);
+    if (!cluster) {
+      const int mine = line.begin(blockIdx.x + lane_ % 2);
+      share.begin = __shfl_sync(~0u, mine, 0);
+      share.end = __shfl_sync(~0u, mine, 1);
+    }
+    if (producer) {
+      produce(line, share, cluster);
+      if (cluster) wait_peers_started();
+    } else {
+      if (cluster) wait_peers_started();
       if (p_.pdl) ptx::grid_dependency_wait();
       if (!cluster) clear_empty_sequences();
-      if (cluster && begin == end) push_nothing();
-      consume(line, begin, end, cluster);
-      if (cluster) combine_cluster();
+      if (cluster && share.begin == share.end) push_nothing(share.head);
+      consume(line, share, cluster);
+      if (cluster) combine_cluster(share.head);
     }
   }
 
  private:
   // --- scheduling -----------------------------------------------------------------------------------
+  // A CTA's blocks [begin, end): positions in the line, or blocks of `head` in a cluster.
+  struct Share {
+    int begin, end;
+    Place head;
+  };
+
   __device__ __forceinline__ int multiple() const { return p_.deterministic ? T::kGroups : 1; }
 
-  // A cluster a (sequence, head) has no balancing: lengths must be even.
-  __device__ __forceinline__ bool use_cluster(const Line& line) const {
-    if (!T::Loader::kClusters || k_.cluster_log2 == 0 || line.total() == 0) return false;
+  // Whether clusters work on a (sequence, head) each, in equal shares. There is no balancing: lengths must be even.
+  // From registers alone (a batch of at most 32; `length` is this lane's), for a quick start.
+  __device__ __forceinline__ bool cluster_share(Share& share, int length) const {
+    if (!T::Loader::kClusters || k_.cluster_log2 == 0) return false;
+    const int blocks = visible_span(length, p_.window_left, multiple()).num_blocks;
+    const int longest = __reduce_max_sync(~0u, blocks);
     const int batch = p_.sequences.batch;
-    return batch == 1 || 4ll * longest() * batch <= 5ll * entries()[batch].before;
-  }
-
-  // One cluster a (sequence, head), equal shares of its blocks.
-  __device__ __forceinline__ void cluster_share(int& begin, int& end) const {
-    const Place place = cluster_place();
-    const int start = entries()[place.sequence].before * k_.heads.divisor + place.head * place.num_blocks;
-    const int rank = ptx::cluster_rank();
-    begin = start + (rank * place.num_blocks >> k_.cluster_log2);
-    end = start + ((rank + 1) * place.num_blocks >> k_.cluster_log2);
-  }
-
-  __device__ __forceinline__ Place cluster_place() const {
+    if (batch > 1 && 4 * longest * batch > 5 * __reduce_add_sync(~0u, blocks)) return false;
+    if (p_.deterministic && num_units(longest) > T::kUnitParts << k_.cluster_log2) return false;
     uint32_t head;
     const int sequence = k_.heads.divide(ptx::cluster_index(), head);
-    const Entry entry = entries()[sequence];
-    return {sequence, static_cast<int>(head), 0, entries()[sequence + 1].before - entry.before, entry.length};
+    const int count = __shfl_sync(~0u, blocks, sequence);
+    share.head = {sequence, static_cast<int>(head), 0, count, __shfl_sync(~0u, length, sequence)};
+    // Shares are whole units in deterministic mode, blocks else.
+    const int step = p_.deterministic ? unit_blocks(count) : 1;
+    const int steps = p_.deterministic ? num_units(count) : count;
+    const int rank = ptx::cluster_rank();
+    share.begin = min((rank * steps >> k_.cluster_log2) * step, count);
+    share.end = min(((rank + 1) * steps >> k_.cluster_log2) * step, count);
+    return true;
+  }
+
+  __device__ __forceinline__ Place place_of(const Line& line, const Share& share, bool cluster, int x) const {
+    if (!cluster) return line.place(x);
+    Place place = share.head;
+    place.block = x;
+    return place;
   }
 
   __device__ __forceinline__ Heads heads_of(int head) const {
@@ -116,8 +128,7 @@ class DecodeCta {
     __syncwarp();
   }
 
-  __device__ __forceinline__ BlockSource resolve(const Line& line, int x) const {
-    const Place place = line.place(x);
+  __device__ __forceinline__ BlockSource resolve(const Place& place) const {
     const Span span = visible_span(place.length, p_.window_left, 1);
     const int key = (span.first_block + place.block) * kBlockKeys;
     const int left = place.length - key;
@@ -135,7 +146,7 @@ class DecodeCta {
     return block;
   }
 
-  __device__ __forceinline__ void produce(const Line& line, int begin, int end) {
+  __device__ __forceinline__ void produce(const Line& line, const Share& share, bool cluster) {
     typename T::Loader loader;
     bool waited = !p_.pdl;
     int stage = 0;
@@ -143,13 +154,13 @@ class DecodeCta {
     BlockSource next{};
     // One batch of 32 is resolved ahead; its table entries arrive while the one before is issued.
 #pragma unroll 1
-    for (int x = begin - 32; x < end; x += 32) {
+    for (int x = share.begin - 32; x < share.end; x += 32) {
       const BlockSource block = next;
-      if (x + 32 + lane_ < end) next = resolve(line, x + 32 + lane_);
+      if (x + 32 + lane_ < share.end) next = resolve(place_of(line, share, cluster, x + 32 + lane_));
       else next.newest = false;
-      if (x < begin) continue;
+      if (x < share.begin) continue;
       const uint32_t newest = __ballot_sync(~0u, block.newest);
-      const int count = min(32, end - x);
+      const int count = min(32, share.end - x);
 #pragma unroll 1
       for (int turn = 0; turn < count; ++turn) {
         // Old pages stream while the kernel before this one still writes the newest token.
@@ -183,19 +194,19 @@ class DecodeCta {
   struct Target {
     enum Kind { kFinal, kWorkspace, kCluster, kKeep } kind;
     bool fold;  // onto what was kept
-    int slot;   // of the workspace
+    int slot;   // of the workspace, or the part of the cluster's result
   };
 
-  __device__ __forceinline__ void consume(const Line& line, int begin, int end, bool cluster) {
+  __device__ __forceinline__ void consume(const Line& line, const Share& share, bool cluster) {
     const int slots = p_.deterministic ? kMaxUnits + 1 : 2;
-    Cursor cursor(begin, warp_ / 2);
+    Cursor cursor(share.begin, warp_ / 2);
     WarpState<T> state;
 #pragma unroll 1
-    for (int x = begin; x < end;) {
+    for (int x = share.begin; x < share.end;) {
       // A segment: consecutive blocks of one (sequence, head).
-      Place place = line.place(x);
+      const Place place = place_of(line, share, cluster, x);
       const int start = x - place.block;
-      const int count = min(place.num_blocks - place.block, end - x);
+      const int count = min(place.num_blocks - place.block, share.end - x);
       const int step = p_.deterministic ? unit_blocks(place.num_blocks) : count;
       const bool from_start = place.block == 0;
       const bool whole = count == place.num_blocks;
@@ -208,7 +219,7 @@ class DecodeCta {
         unit(cursor, place, start, unit_end, query, state);
         // Deterministic units are folded in order; where an earlier CTA began the head, they stay apart.
         Target target{Target::kFinal, from_start && done > 0, static_cast<int>(blockIdx.x) * slots};
-        if (cluster) target.kind = Target::kCluster;
+        if (cluster) target = {Target::kCluster, false, cluster_part(place.block + done, step)};
         else if (from_start && unit_end < x + count) target.kind = Target::kKeep;
         else if (!whole) target.kind = Target::kWorkspace, target.slot += from_start ? slots - 1 : index;
         merge(state, place.sequence, heads, target);
@@ -297,11 +308,10 @@ class DecodeCta {
   }
 
   // The warps' states to one piece a thread, and on to its target.
-  __device__ __forceinline__ void merge(WarpState<T>& state, int sequence, const Heads& heads, const Target& target) const {
+  __device__ __forceinline__ void merge(WarpState<T>& state, int sequence, const Heads& heads, const Target& target) {
     ptx::named_barrier(kConsumersOnly, T::kConsumers);  // the last merge has been read
     put_state(state, heads.active);
     ptx::named_barrier(kConsumersOnly, T::kConsumers);
-    if (target.kind == Target::kCluster) wait_cluster();
     for_vectors(heads, [&](int v, int row, int dim) {
       Piece piece = merged(row, dim);
       if (target.fold) {
@@ -314,7 +324,7 @@ class DecodeCta {
           write_final<T>(p_, sequence, heads.first_query + row, dim, piece);
           break;
         case Target::kWorkspace: put_partial(target.slot, row, dim, piece); break;
-        case Target::kCluster: push(v, piece); break;
+        case Target::kCluster: push(target.slot, v, piece); break;
         case Target::kKeep: keep(v, piece); break;
       }
     });
@@ -463,30 +473,37 @@ class DecodeCta {
   }
 
   // --- combine through distributed shared memory ----------------------------------------------------------
-  // Vector v is finished by CTA v % cluster, which finds the parts of CTA r at r * share + v / cluster. Parts are
-  // pushed, and counted in bytes on the receiver's barrier: no barrier among the CTAs at the end.
+  // A result has one part a CTA, or one a unit in deterministic mode. Vector v is finished by CTA v % cluster, which
+  // finds part i at i * share + v / cluster. Parts are pushed, and counted in bytes on the receiver's barrier: no
+  // barrier among the CTAs at the end.
   __device__ __forceinline__ void start_cluster() const {
     if constexpr (T::Loader::kClusters) {
       __syncwarp();
-      ptx::cluster_arrive_relaxed();  // waited for before the first push: the peers' barriers are ready
+      ptx::cluster_arrive_relaxed();  // waited for before anything is pushed: the peers' barriers are ready
     }
   }
 
-  __device__ __forceinline__ void wait_cluster() const {
+  __device__ __forceinline__ void wait_peers_started() const {
     if constexpr (T::Loader::kClusters) {
       __syncwarp();
       ptx::cluster_wait();
     }
   }
 
+  __device__ __forceinline__ int cluster_part(int block, int step) const {
+    return p_.deterministic ? block / step : ptx::cluster_rank();
+  }
+  __device__ __forceinline__ int cluster_parts(const Place& place) const {
+    return p_.deterministic ? num_units(place.num_blocks) : 1 << k_.cluster_log2;
+  }
   __device__ __forceinline__ int vector_share() const {
     return (T::kVectors + (1 << k_.cluster_log2) - 1) >> k_.cluster_log2;
   }
 
-  __device__ __forceinline__ void push(int vector, const Piece& piece) const {
+  __device__ __forceinline__ void push(int part, int vector, const Piece& piece) const {
     if constexpr (T::Loader::kClusters) {
       const int target = vector & ((1 << k_.cluster_log2) - 1);
-      const int index = ptx::cluster_rank() * vector_share() + (vector >> k_.cluster_log2);
+      const int index = part * vector_share() + (vector >> k_.cluster_log2);
       const uint32_t barrier = ptx::map_shared(peers_done(), target);
       ptx::store_async(ptx::map_shared(ptx::smem_address(result() + index), target), barrier, piece.out);
       ptx::store_async(ptx::map_shared(ptx::smem_address(result_stats() + index), target), barrier,
@@ -495,27 +512,32 @@ class DecodeCta {
   }
 
   // A CTA whose share is empty.
-  __device__ __forceinline__ void push_nothing() const {
-    wait_cluster();
-    for_vectors(heads_of(cluster_place().head), [&](int v, int, int) { push(v, Piece{}); });
+  __device__ __forceinline__ void push_nothing(const Place& place) const {
+    if (p_.deterministic) return;
+    for_vectors(heads_of(place.head), [&](int v, int, int) { push(ptx::cluster_rank(), v, Piece{}); });
   }
 
-  __device__ __forceinline__ void combine_cluster() const {
+  __device__ __forceinline__ void combine_cluster(const Place& place) const {
     if constexpr (T::Loader::kClusters) {
-      const Place place = cluster_place();
+      constexpr int kBatch = 8;  // parts whose reads overlap
       const Heads heads = heads_of(place.head);
-      const int size = 1 << k_.cluster_log2, rank = ptx::cluster_rank();
+      const int size = 1 << k_.cluster_log2, rank = ptx::cluster_rank(), parts = cluster_parts(place);
       const int vectors = heads.active * (T::kHeadDim / 4);
       const int mine = (vectors - rank + size - 1) >> k_.cluster_log2;
-      if (threadIdx.x == 0) ptx::mbarrier_expect_tx(peers_done(), mine * size * 24);
+      if (threadIdx.x == 0) ptx::mbarrier_expect_tx(peers_done(), mine * parts * 24);
       ptx::mbarrier_wait(peers_done(), 0);
 #pragma unroll 1
       for (int i = threadIdx.x; i < mine; i += T::kConsumers) {
         Piece all;
-#pragma unroll 2
-        for (int r = 0; r < size; ++r) {
-          const Piece part = get_kept(r * vector_share() + i);
-          fold(all, part.maximum, part.sum, part.out);
+#pragma unroll 1
+        for (int base = 0; base < parts; base += kBatch) {
+          Piece piece[kBatch];
+#pragma unroll
+          for (int j = 0; j < kBatch; ++j)
+            if (base + j < parts) piece[j] = get_kept((base + j) * vector_share() + i);
+#pragma unroll
+          for (int j = 0; j < kBatch; ++j)
+            if (base + j < parts) fold(all, piece[j].maximum, piece[j].sum, piece[j].out);
         }
         const int v = (i << k_.cluster_log2) + rank;
         write_final<T>(p_, place.sequence, heads.first_query + v / (T::kHeadDim / 4), v % (T::kHeadDim / 4) * 4, all);
@@ -543,8 +565,7 @@ class DecodeCta {
   }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
   __device__ __forceinline__ uint32_t peers_done() const { return full(Plan::kMaxStages); }
-  __device__ __forceinline__ int& longest() const { return *reinterpret_cast<int*>(shared() + Plan::kScalars); }
-  __device__ __forceinline__ int& is_last() const { return *(&longest() + 1); }
+  __device__ __forceinline__ int& is_last() const { return *reinterpret_cast<int*>(shared() + Plan::kScalars); }
   __device__ __forceinline__ uint32_t ring(int stage) const {
     return ptx::smem_address(shared() + Plan::kRing) + stage * T::kStageBytes;
   }

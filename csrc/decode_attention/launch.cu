@@ -98,7 +98,7 @@ void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
   const bool hopper = info.major == 9 && !p.force_sm80;
   const int group = p.num_q_heads / p.pages.num_kv_heads;
   const Variant variant{hopper ? "sm90" : "sm80", p.pages.dtype, p.pages.padded_head_dim, p.pages.tile,
-                        group <= 8 ? 1 : 2};
+                        cta_head_blocks(group, p.pages.padded_head_dim)};
   const Kernel* kernel = find_kernel(variant);
   if (kernel == nullptr)
     throw std::runtime_error("decode_attention is not built for " + describe(variant) +
@@ -107,7 +107,7 @@ void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
   KernelParams k;
   k.p = p;
   k.group = group;
-  const int head_blocks = (group + 15) / 16;
+  const int head_blocks = (group + 8 * variant.head_blocks - 1) / (8 * variant.head_blocks);
   const int heads = p.pages.num_kv_heads * head_blocks;
   k.head_blocks = FastDiv(head_blocks);
   k.heads = FastDiv(heads);
@@ -124,8 +124,10 @@ void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
   allow_shared(*kernel, device, info.max_shared_bytes);
   k.cluster_log2 = 0;
   const int pairs = p.sequences.batch * heads;
-  if (hopper && !p.deterministic) {
-    const int size = p.force_cluster ? p.force_cluster : cluster_size(pairs, p.num_sms);
+  if (hopper) {
+    int size = p.force_cluster ? p.force_cluster : cluster_size(pairs, p.num_sms);
+    if (p.deterministic && size != 8) size = 1;  // shared memory holds the units of full clusters only
+    if (p.sequences.batch > 32) size = 1;        // their lengths must fit one warp
     config.cluster = size;
     config.grid = dim3(size * pairs);
     if (size > 1 && (p.force_cluster || active_clusters(*kernel, config, device) >= pairs)) k.cluster_log2 = size == 8 ? 3 : size == 4 ? 2 : 1;

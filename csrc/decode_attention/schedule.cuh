@@ -17,8 +17,7 @@
 
 namespace bicl::decode {
 
-constexpr int kMaxUnits = 32;      // units of one (sequence, head)
-constexpr int kMinUnitBlocks = 8;  // 512 keys
+constexpr int kMaxUnits = 16;  // units of one (sequence, head)
 
 // One sequence; `before` of the entry past the last one is the sum.
 struct Entry {
@@ -41,47 +40,40 @@ __device__ __forceinline__ Span visible_span(int length, int window_left, int mu
   return {first_key, first_block, (blocks + multiple - 1) & ~(multiple - 1)};
 }
 
-// Blocks of one unit; a multiple of 4, so that units keep the ring's groups aligned.
+// Blocks of one unit: 256 keys in short sequences, 512 and more in long ones. A multiple of 4, so that units keep
+// the ring's groups aligned.
 __device__ __forceinline__ int unit_blocks(int num_blocks) {
+  if (num_blocks <= 32) return 4;
   const int share = (num_blocks + kMaxUnits - 1) / kMaxUnits;
-  return max(kMinUnitBlocks, (share + 3) & ~3);
+  return max(8, (share + 3) & ~3);
 }
 
-// Fills entries[0 .. batch] and *longest (blocks). One warp.
-__device__ __forceinline__ void build_entries(Entry* entries, int* longest, const Sequences& sequences,
-                                              int window_left, int multiple) {
-  constexpr int kAtOnce = 4;  // loads in flight
+__device__ __forceinline__ int num_units(int num_blocks) {
+  const int unit = unit_blocks(num_blocks);
+  return (num_blocks + unit - 1) / unit;
+}
+
+// Fills entries[0 .. batch]. One warp; `length` is its lane's of the first 32 sequences.
+__device__ __forceinline__ void build_entries(Entry* entries, const Sequences& sequences, int length, int window_left,
+                                              int multiple) {
   const int lane = threadIdx.x % 32;
-  int carry = 0, most = 0;
+  int carry = 0;
 #pragma unroll 1
-  for (int base = 0; base < sequences.batch; base += 32 * kAtOnce) {
-    int lengths[kAtOnce];
+  for (int base = 0; base < sequences.batch; base += 32) {
+    const int b = base + lane, next = b + 32;
+    const int next_length = next < sequences.batch ? sequences.cache_seqlens[next] : 0;
+    const int blocks = visible_span(length, window_left, multiple).num_blocks;
+    int sum = blocks;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int b = base + 32 * i + lane;
-      lengths[i] = b < sequences.batch ? sequences.cache_seqlens[b] : 0;
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
     }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int b = base + 32 * i + lane;
-      if (base + 32 * i >= sequences.batch) break;
-      const int blocks = visible_span(lengths[i], window_left, multiple).num_blocks;
-      most = max(most, blocks);
-      int sum = blocks;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += other;
-      }
-      if (b < sequences.batch) entries[b] = {carry + sum - blocks, lengths[i]};
-      carry += __shfl_sync(~0u, sum, 31);
-    }
+    if (b < sequences.batch) entries[b] = {carry + sum - blocks, length};
+    carry += __shfl_sync(~0u, sum, 31);
+    length = next_length;
   }
-  most = __reduce_max_sync(~0u, most);
-  if (lane == 0) {
-    entries[sequences.batch] = {carry, 0};
-    *longest = most;
-  }
+  if (lane == 0) entries[sequences.batch] = {carry, 0};
 }
 
 // Sequence, head and block of a position in the line.

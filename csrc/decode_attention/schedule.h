@@ -7,6 +7,10 @@ namespace bicl::decode {
 
 constexpr int kMaxGrid = 256;
 
+// Blocks of 8 query heads that one CTA serves; larger groups are worked on in turns, their K and V read again (from
+// L2 mostly). Wide heads leave no registers for two.
+inline int cta_head_blocks(int group, int padded_head_dim) { return group <= 8 || padded_head_dim > 128 ? 1 : 2; }
+
 // CTAs of stream-K. 128 of 132 SMs beat 132 wherever the number of (sequence, head) pairs divides it, because
 // no CTA then straddles two heads (each straddle costs a second merge); another such grid wins elsewhere.
 inline int stream_k_grid(int pairs, int num_sms) {

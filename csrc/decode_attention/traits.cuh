@@ -39,7 +39,7 @@ struct Traits {
   static constexpr int kBytes = sizeof(Stored);
   static constexpr bool kFp8 = kBytes == 1;
   // fp8 blocks arrive twice as fast and cost more instructions: twice the warps, where they fit.
-  static constexpr int kConsumerWarps = kFp8 && kHeadBlocks * kHeadDim <= 128 ? 8 : 4;
+  static constexpr int kConsumerWarps = kFp8 && kHeadBlocks == 1 && kHeadDim <= 128 ? 8 : 4;
   static constexpr int kConsumers = 32 * kConsumerWarps;
   static constexpr int kThreads = kConsumers + 32;
   // Two warps share a block; block i of a unit belongs to group i % kGroups. A stage must never change
@@ -54,6 +54,9 @@ struct Traits {
   static constexpr int kMergeStride = kHeadDim + 4;  // floats; + 4 keeps the accumulator stores conflict-free
   static constexpr int kMergeFloats = kConsumerWarps * kHeads * kMergeStride;
   static constexpr int kVectors = kHeads * kHeadDim / 4;                          // float4 of one result
+  // Units a CTA of a full cluster (8) may push to its peers in deterministic mode, where there is room.
+  static constexpr int kUnitParts = kHeadBlocks == 1 && kHeadDim != 192 ? 2 : 1;
+  static constexpr int kResults = kUnitParts * (kVectors + 8);                    // float4 kept or pushed
   static constexpr int kPartialFloats = kHeads * kHeadDim + 2 * kHeads;           // one workspace slot
 };
 
@@ -65,8 +68,8 @@ struct SharedPlan {
   static constexpr int kStats = T::kMergeFloats * 4;                         // float2 [warp][head]
   static constexpr int kQuery = kStats + T::kConsumerWarps * T::kHeads * 8;  // fragments, if shared
   static constexpr int kResult = kQuery + (T::kQueryShared ? T::kHeads * T::kHeadDim * 2 : 0);
-  static constexpr int kResultStats = kResult + T::kVectors * 16 + 128;      // float2 beside each float4
-  static constexpr int kBarriers = kResultStats + T::kVectors * 8 + 64;      // full, empty of each stage
+  static constexpr int kResultStats = kResult + T::kResults * 16;            // float2 beside each float4
+  static constexpr int kBarriers = kResultStats + T::kResults * 8;           // full, empty of each stage
   static constexpr int kScalars = kBarriers + kMaxStages * 16 + 16;          // one more barrier: peers' results
   static constexpr int kRing = (kScalars + 16 + 127) / 128 * 128;
 };

@@ -18,7 +18,7 @@ struct StoreKvIndex {
 
 // The chunk of elements that starts at column `first`, as stored. Columns past head_dim are zero.
 template <typename In, typename Out>
-__device__ __forceinline__ uint4 load_chunk(const In* row, int first, int head_dim, float inverse_scale,
+__device__ __forceinline__ uint4 load_chunk(const In* row, int first, int head_dim, float scale,
                                             bool vectors) {
   constexpr int kElements = kChunkBytes / sizeof(Out);
   constexpr int kVectors = kElements * sizeof(In) / 16;  // 16-byte reads that fill one chunk
@@ -35,7 +35,7 @@ __device__ __forceinline__ uint4 load_chunk(const In* row, int first, int head_d
   if constexpr (sizeof(In) == sizeof(Out)) return *reinterpret_cast<uint4*>(in);
   alignas(16) Out out[kElements];
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) out[i] = from_float<Out>(to_float(in[i]) * inverse_scale);
+  for (int i = 0; i < kElements; ++i) out[i] = from_float<Out>(to_float(in[i]) / scale);
   return *reinterpret_cast<uint4*>(out);
 }
 
@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(256)
   const int first = chunk * (kChunkBytes / sizeof(Out));
   const In* key = static_cast<const In*>(p.key) + token * p.key_token_stride + head * p.key_head_stride;
   const In* value = static_cast<const In*>(p.value) + token * p.value_token_stride + head * p.value_head_stride;
-  const uint4 k = load_chunk<In, Out>(key, first, p.head_dim, 1.f / p.pages.k_scale, vectors);
-  const uint4 v = load_chunk<In, Out>(value, first, p.head_dim, 1.f / p.pages.v_scale, vectors);
+  const uint4 k = load_chunk<In, Out>(key, first, p.head_dim, p.pages.k_scale, vectors);
+  const uint4 v = load_chunk<In, Out>(value, first, p.head_dim, p.pages.v_scale, vectors);
   *reinterpret_cast<uint4*>(target) = k;
   *reinterpret_cast<uint4*>(target + plane_size) = v;
 }

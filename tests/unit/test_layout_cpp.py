@@ -1,4 +1,4 @@
-"""The C++ layout (``csrc/common/layout.cuh``) against the Python one; needs the built library, no GPU."""
+"""The C++ layout (``csrc/common/layout.cuh``) against the Python one; needs no GPU."""
 
 import numpy as np
 import pytest

@@ -12,6 +12,7 @@ from bicl.ops.cuda import library
 from bicl.ops.cuda.copy_pages import copy_pages
 from bicl.ops.cuda.decode_attention import decode_attention
 from bicl.ops.cuda.gather import gather
+from bicl.ops.cuda.prefill_attention import PrefillPlanner, prefill_attention
 from bicl.ops.cuda.store_kv import store_kv
 from bicl.ops.cuda.workspace import Workspace
 
@@ -45,13 +46,16 @@ class CudaBackend:
         library.require_device()
         self.deterministic = deterministic
         self.pdl = pdl
+        self._prefill = PrefillPlanner(deterministic=deterministic)
         self._workspaces: dict[torch.device, Workspace] = {}
         # Captured graphs keep using the workspace they were captured with.
         self._outgrown: list[Workspace] = []
         self._copy_lists: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def plan(self, meta: AttentionMetadata) -> None:
-        """Decode steps need no plan: their work is divided on the device, in the kernel."""
+        """Forget the last step. Decode divides its work in the kernel itself; the plan of a
+        prefill is made on the device by the first layer that needs it."""
+        self._prefill.begin_step(meta)
 
     def store(
         self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
@@ -112,7 +116,21 @@ class CudaBackend:
                     pdl=self.pdl,
                 )
             else:
-                raise NotImplementedError
+                plan = self._prefill.plan_for(
+                    query, layer, meta, window_left=window_left, window_right=window_right
+                )
+                prefill_attention(
+                    query,
+                    layer,
+                    meta.page_table,
+                    meta.cache_seqlens,
+                    plan,
+                    out=result,
+                    lse=lse,
+                    scale=scale,
+                    softcap=softcap,
+                    pdl=self.pdl,
+                )
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
         return result if lse is None else (result, lse)

@@ -58,7 +58,7 @@ def require_device(device: torch.device | str = "cuda") -> None:
     Raises:
         BackendError: naming what is missing and the remedy.
     """
-    if not torch.backends.cuda.is_built():
+    if torch.version.cuda is None:
         raise BackendError(
             f"this torch ({torch.__version__}) was built without CUDA; install one with it, "
             "or use device 'cpu'"

@@ -1,0 +1,258 @@
+"""decode_attention against float32 truth, on pools full of NaN and tables full of nonsense."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.cases import FP8_DTYPES, PAGES_AND_TILES, Step, pairwise
+from support.compare import assert_close_enough, assert_lse_close
+from support.device import decode_step, decode_truth
+
+from bicl.attention.cuda import CudaBackend
+from bicl.attention.pool import LayerCache
+from bicl.cache.layout import PageLayout
+from bicl.ops.cuda.decode_attention import decode_attention
+from bicl.ops.cuda.workspace import Workspace
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = {
+    "edges": [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257],
+    "alike": [1024] * 8,
+    "one": [4097],
+    "skewed": [20000, 1, 64, 700, 0, 333, 2049],
+    "many": [(37 * i) % 300 for i in range(200)],
+}
+STORED = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "bf16 on e4m3": (torch.bfloat16, FP8_DTYPES[0]),
+    "fp16 on e4m3": (torch.float16, FP8_DTYPES[0]),
+    "bf16 on e5m2": (torch.bfloat16, FP8_DTYPES[1]),
+    "fp16 on e5m2": (torch.float16, FP8_DTYPES[1]),
+}
+SCHEDULES = {
+    "by rule": {},
+    "stream-K": {"force_cluster": 1},
+    "stream-K, 7 CTAs": {"force_cluster": 1, "force_grid": 7},
+    "clusters of 2": {"force_cluster": 2},
+    "clusters of 8": {"force_cluster": 8},
+    "deterministic": {"deterministic": True},
+    "deterministic, 11 CTAs": {"deterministic": True, "force_grid": 11},
+    "sm_80": {"force_sm80": True},
+    "sm_80 deterministic": {"force_sm80": True, "deterministic": True},
+}
+CASES = list(
+    pairwise(
+        stored=list(STORED),
+        head_dim=(64, 80, 96, 128, 192, 256),
+        lengths=list(LENGTHS),
+        group=(1, 4, 8, 12, 16, 20),
+        page_and_tile=PAGES_AND_TILES,
+        schedule=list(SCHEDULES),
+        window_left=(-1, 0, 100, 5000),
+        softcap=(0.0, 15.0),
+        kv_heads=(1, 3, 8),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def workspace() -> Workspace:
+    made = Workspace("cuda", 256, 16, 1 << 18, deterministic=True)
+    made.partials.fill_(0xFF)  # NaN: what is read must have been written
+    return made
+
+
+def run(step: Step, workspace: Workspace, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs poisoned beforehand, counters checked afterwards."""
+    query, meta = step.query, step.meta
+    out = torch.full_like(query, math.nan)
+    lse = torch.full((query.shape[1], query.shape[0]), math.nan, device=query.device)
+    try:
+        decode_attention(
+            query,
+            step.layer,
+            meta.page_table,
+            meta.cache_seqlens,
+            workspace,
+            out=out,
+            lse=lse,
+            **options,
+        )  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if "is not built" in str(error):
+            pytest.skip(str(error))
+        raise
+    assert not workspace.counters.any(), "counters must be zero between launches"
+    return out, lse
+
+
+def layout_of(kv_heads: int, head_dim: int, stored: torch.dtype, page_and_tile=(64, 64)):
+    return PageLayout(kv_heads, head_dim, stored, *page_and_tile)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_decode_errs_at_most_twice_as_much_as_torch(
+    backend: CudaBackend, workspace: Workspace, case: dict[str, object]
+) -> None:
+    dtype, stored = STORED[case["stored"]]
+    layout = layout_of(case["kv_heads"], case["head_dim"], stored, case["page_and_tile"])
+    scales = {"k_scale": 0.7, "v_scale": 1.3} if stored.itemsize == 1 else {}
+    step = decode_step(
+        backend, LENGTHS[case["lengths"]], layout, group=case["group"], dtype=dtype, **scales
+    )
+    options = {k: case[k] for k in ("window_left", "softcap")} | {"scale": layout.head_dim**-0.5}
+    truth = decode_truth(step, **options)
+    for _ in range(2):
+        out, lse = run(step, workspace, **options, **SCHEDULES[case["schedule"]])
+        assert_close_enough(out, truth.out, truth.same_precision, softcap=case["softcap"])
+        assert_lse_close(lse, truth.lse)
+
+
+@pytest.mark.parametrize("length", [32768, 40000])
+def test_long_contexts(backend: CudaBackend, workspace: Workspace, length: int) -> None:
+    step = decode_step(
+        backend, [length], layout_of(8, 128, torch.bfloat16), group=4, dtype=torch.bfloat16
+    )
+    truth = decode_truth(step, scale=0.09)
+    for schedule in SCHEDULES.values():
+        out, lse = run(step, workspace, scale=0.09, **schedule)
+        assert_close_enough(out, truth.out, truth.same_precision)
+        assert_lse_close(lse, truth.lse)
+
+
+def test_empty_sequences_give_zeros(backend: CudaBackend, workspace: Workspace) -> None:
+    step = decode_step(
+        backend, [0, 0, 0], layout_of(2, 64, torch.float16), group=4, dtype=torch.float16
+    )
+    for schedule in SCHEDULES.values():
+        out, lse = run(step, workspace, scale=1.0, **schedule)
+        assert (out == 0).all()
+        assert torch.isneginf(lse).all()  # (A52)
+
+
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_deterministic_results_do_not_depend_on_batch_mates_or_schedule(
+    backend: CudaBackend, workspace: Workspace, head_dim: int
+) -> None:
+    lengths = [5000, 64, 1, 777, 4096, 12000, 8200]
+    tile = 32 if head_dim == 96 else 64
+    layout = layout_of(8, head_dim, torch.bfloat16, (64, tile))
+    step = decode_step(backend, lengths, layout, group=4, dtype=torch.bfloat16)
+
+    def rows(span: slice, **options: object) -> torch.Tensor:
+        out = torch.empty_like(step.query[span])
+        decode_attention(
+            step.query[span],
+            step.layer,
+            step.meta.page_table[span],
+            step.meta.cache_seqlens[span],
+            workspace,
+            out=out,
+            scale=0.1,
+            deterministic=True,
+            **options,
+        )  # type: ignore[arg-type]
+        return out
+
+    together = rows(slice(None))
+    alone = [rows(slice(i, i + 1)) for i in range(len(lengths))]
+    assert torch.equal(torch.cat(alone), together)
+    for options in ({"force_grid": 1}, {"force_grid": 60}, {"force_cluster": 1}):
+        assert torch.equal(rows(slice(None), **options), together)
+    assert torch.equal(rows(slice(2, 6)), together[2:6])
+
+
+def test_query_and_out_may_be_slices(backend: CudaBackend, workspace: Workspace) -> None:
+    step = decode_step(
+        backend, [70, 3, 200], layout_of(2, 64, torch.bfloat16), group=4, dtype=torch.bfloat16
+    )
+    expected, _ = run(step, workspace, scale=0.125)
+    wide = torch.randn(3, 12, 64, device="cuda").bfloat16()
+    wide[:, 2:10] = step.query
+    room = torch.full((3, 20, 64), math.nan, device="cuda", dtype=torch.bfloat16)
+    decode_attention(
+        wide[:, 2:10],
+        step.layer,
+        step.meta.page_table,
+        step.meta.cache_seqlens,
+        workspace,
+        out=room[:, 4:12],
+        scale=0.125,
+    )
+    assert torch.equal(room[:, 4:12], expected)
+    assert room[:, :4].isnan().all()
+    assert room[:, 12:].isnan().all()
+
+
+def test_pools_above_two_billion_elements(backend: CudaBackend, workspace: Workspace) -> None:
+    layout = layout_of(8, 128, torch.float16)
+    num_pages = (1 << 31) // (layout.page_bytes // 2) + 40  # the last pages lie past 2**31
+    if torch.cuda.mem_get_info()[0] < num_pages * layout.page_bytes * 1.1:
+        pytest.skip("needs 5 GB of free device memory")
+    small = decode_step(backend, [300, 64], layout, group=4, dtype=torch.float16)
+    expected, _ = run(small, workspace, scale=0.1)
+    pages = torch.empty(layout.shape(num_pages), dtype=torch.float16, device="cuda")
+    shift = num_pages - small.layer.num_pages
+    pages[shift:] = small.layer.pages
+    table = small.meta.page_table.clone()
+    for i, length in enumerate([300, 64]):
+        table[i, : layout.pages_for(length)] += shift
+    out = torch.empty_like(small.query)
+    decode_attention(
+        small.query,
+        LayerCache(pages, layout),
+        table,
+        small.meta.cache_seqlens,
+        workspace,
+        out=out,
+        scale=0.1,
+    )
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("batch", [1, 5, 64])
+def test_one_captured_graph_serves_all_lengths(batch: int, deterministic: bool, pdl: bool) -> None:
+    """Captured with every length 1, replayed with others; the newest token is stored inside."""
+    layout = layout_of(8, 128, torch.bfloat16)
+    backend = CudaBackend(deterministic=deterministic, pdl=pdl)
+    lengths = [1 + (i * 677 + 4000) % 4100 for i in range(batch)]
+    step = decode_step(CudaBackend(), lengths, layout, group=4, dtype=torch.bfloat16)
+    truth = decode_truth(step, scale=0.1)
+    last = torch.cumsum(step.meta.cache_seqlens, 0) - 1
+    key, value, slots = step.key[last], step.value[last], step.slots[last]
+    backend.store(step.layer, torch.full_like(key, math.nan), value, slots)  # must be overwritten
+    real = step.meta.cache_seqlens.clone()
+    out = torch.empty_like(step.query)
+
+    def layer_step() -> None:
+        backend.store(step.layer, key, value, slots)
+        backend.run(step.query, step.layer, step.meta, scale=0.1, out=out)
+
+    step.meta.cache_seqlens.fill_(1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer_step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer_step()
+    backend.store(step.layer, torch.full_like(key, math.nan), value, slots)
+    step.meta.cache_seqlens.copy_(real)
+    for _ in range(3):
+        out.fill_(math.nan)
+        graph.replay()
+        assert_close_enough(out, truth.out, truth.same_precision)
+    step.meta.cache_seqlens[::2] = 0  # padding rows (A53)
+    graph.replay()
+    assert (out[::2] == 0).all()
+    if not deterministic:
+        return
+    eager = backend.run(step.query, step.layer, step.meta, scale=0.1)
+    assert torch.equal(out, eager)

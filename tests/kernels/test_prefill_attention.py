@@ -1,0 +1,408 @@
+"""prefill_attention against float32 truth, on pools full of NaN and tables full of nonsense."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.cases import (
+    BATCHES,
+    FA3_HEADS,
+    FA3_KVCACHE_LENGTHS,
+    FA3_LENGTHS,
+    FA3_VARLEN_LENGTHS,
+    FP8_DTYPES,
+    PAGES_AND_TILES,
+    Step,
+    build_step,
+    pairwise,
+)
+from support.compare import (
+    assert_close_enough,
+    assert_lse_close,
+    same_precision_attention,
+    visible,
+)
+from support.device import DEVICE, Truth, as_stored
+
+from bicl.attention.cuda import CudaBackend
+from bicl.attention.pool import LayerCache
+from bicl.cache.layout import PageLayout
+from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = dict(BATCHES) | {
+    "ragged": ((1, 1), (5, 700), (63, 63), (64, 128), (65, 1000), (130, 130), (0, 50), (300, 777)),
+    "chunk on a long prefix": ((512, 4097), (1, 6000), (77, 1111)),
+    "short on a long prefix": ((64, 8256),),
+    "prompts": ((1500, 1500), (777, 777)),
+}
+STORED = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "bf16 on e4m3": (torch.bfloat16, FP8_DTYPES[0]),
+    "fp16 on e5m2": (torch.float16, FP8_DTYPES[1]),
+}
+VARIANTS = {
+    "by rule": {},
+    "deterministic": {"deterministic": True},
+    "sm_80": {"force_sm80": True},
+}
+CASES = list(
+    pairwise(
+        stored=list(STORED),
+        head_dim=(32, 64, 80, 96, 120, 128, 160, 192, 256),
+        lengths=list(LENGTHS),
+        group=(1, 2, 3, 4, 8, 9),
+        page_and_tile=PAGES_AND_TILES,
+        variant=list(VARIANTS),
+        window=((-1, -1), (0, 0), (100, -1), (1000, 20), (-1, 5)),
+        softcap=(0.0, 15.0),
+        causal=(True, False),
+        kv_heads=(1, 3, 8),
+    )
+)
+
+
+def packed_step(
+    lengths: tuple[tuple[int, int], ...], layout: PageLayout, **options: object
+) -> Step:
+    """Pages filled by the CUDA store; slots that no sequence owns stay NaN."""
+    step = build_step(lengths, layout, device=DEVICE, filled=False, **options)  # type: ignore[arg-type]
+    CudaBackend().store(step.layer, step.key, step.value, step.slots)
+    return step
+
+
+def truth_of(
+    step: Step,
+    *,
+    scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+) -> Truth:
+    """Sequence by sequence, in plain torch."""
+    key, value = as_stored(step)
+    group = step.query.shape[1] // key.shape[1]
+    causal = step.meta.causal
+    out = torch.zeros(step.query.shape, device=DEVICE)
+    lse = torch.full((step.query.shape[1], step.query.shape[0]), -math.inf, device=DEVICE)
+    same = torch.zeros_like(step.query)
+    starts = step.meta.cu_seqlens_q.tolist()
+    first_key = 0
+    for i, num_k in enumerate(step.meta.cache_seqlens.tolist()):
+        rows, keys = slice(starts[i], starts[i + 1]), slice(first_key, first_key + num_k)
+        num_q = rows.stop - rows.start
+        first_key += num_k
+        if not num_q or not num_k:
+            continue
+        scores = torch.einsum(
+            "qhd,khd->hqk", step.query[rows].float(), key[keys].repeat_interleave(group, 1)
+        )
+        scores *= scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        mask = visible(num_q, num_k, causal, window_left, window_right).to(DEVICE)
+        scores = scores.masked_fill(~mask, -math.inf)
+        lse[:, rows] = torch.logsumexp(scores, -1)
+        weights = torch.softmax(scores, -1).nan_to_num(0.0)
+        out[rows] = torch.einsum("hqk,khd->qhd", weights, value[keys].repeat_interleave(group, 1))
+        same[rows] = same_precision_attention(
+            step.query[rows],
+            key[keys],
+            value[keys],
+            scale=scale,
+            causal=causal,
+            window_left=window_left,
+            window_right=window_right,
+            softcap=softcap,
+        )
+    return Truth(out, lse, same)
+
+
+def run(
+    step: Step,
+    *,
+    scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    force_sm80: bool = False,
+    repeats: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and workspace poisoned beforehand; ``repeats`` runs of one plan must agree."""
+    query, meta, layout = step.query, step.meta, step.layer.layout
+    group = query.shape[1] // layout.num_kv_heads
+    num_bytes = workspace_bytes(
+        query.shape[0], meta.batch_size, group, layout.padded_head_dim, DEVICE
+    )
+    workspace = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    plan = plan_prefill(
+        workspace,
+        step.layer,
+        meta.cu_seqlens_q,
+        meta.cache_seqlens,
+        num_tokens=query.shape[0],
+        num_q_heads=query.shape[1],
+        causal=meta.causal,
+        window_left=window_left,
+        window_right=window_right,
+        deterministic=deterministic,
+        force_sm80=force_sm80,
+    )
+    results = []
+    for _ in range(repeats):
+        out = torch.full_like(query, math.nan)
+        lse = torch.full((query.shape[1], query.shape[0]), math.nan, device=DEVICE)
+        prefill_attention(
+            query,
+            step.layer,
+            meta.page_table,
+            meta.cache_seqlens,
+            plan,
+            out=out,
+            lse=lse,
+            scale=scale,
+            softcap=softcap,
+        )
+        results.append((out, lse))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]), "the same plan gave other bits"
+        assert torch.equal(lse, results[0][1])
+    return results[0]
+
+
+def layout_of(kv_heads: int, head_dim: int, stored: torch.dtype, page_and_tile=(64, 64)):
+    return PageLayout(kv_heads, head_dim, stored, *page_and_tile)
+
+
+def check(step: Step, *, softcap: float = 0.0, repeats: int = 2, **options: object) -> None:
+    variant = {k: options.pop(k) for k in ("deterministic", "force_sm80") if k in options}
+    truth = truth_of(step, softcap=softcap, **options)  # type: ignore[arg-type]
+    out, lse = run(step, softcap=softcap, repeats=repeats, **options, **variant)  # type: ignore[arg-type]
+    assert_close_enough(out, truth.out, truth.same_precision, softcap=softcap)
+    assert_lse_close(lse, truth.lse)
+    unseen = torch.isneginf(truth.lse).T
+    assert (out[unseen] == 0).all(), "rows that see no key must be exactly zero"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_prefill_errs_at_most_twice_as_much_as_torch(case: dict[str, object]) -> None:
+    dtype, stored = STORED[case["stored"]]
+    layout = layout_of(case["kv_heads"], case["head_dim"], stored, case["page_and_tile"])
+    scales = {"k_scale": 0.7, "v_scale": 1.3} if stored.itemsize == 1 else {}
+    step = packed_step(
+        LENGTHS[case["lengths"]],
+        layout,
+        group=case["group"],
+        dtype=dtype,
+        causal=case["causal"],
+        **scales,
+    )
+    left, right = case["window"]
+    check(
+        step,
+        scale=layout.head_dim**-0.5,
+        softcap=case["softcap"],
+        window_left=left,
+        window_right=right,
+        **VARIANTS[case["variant"]],
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("heads", list(FA3_HEADS))
+@pytest.mark.parametrize(
+    "lengths", [*FA3_LENGTHS, *FA3_VARLEN_LENGTHS, *FA3_KVCACHE_LENGTHS], ids=str
+)
+def test_flash_attention_3_matrix(lengths: tuple[int, int], heads: str, head_dim: int) -> None:
+    """Causal, local and capped by turns; batches of two."""
+    num_q_heads, num_kv_heads = FA3_HEADS[heads]
+    turn = sum(lengths) + num_kv_heads
+    tile = (32, 32) if head_dim == 96 else (64, 64)
+    dtype = torch.bfloat16 if turn % 2 else torch.float16
+    layout = layout_of(num_kv_heads, head_dim, dtype, tile)
+    step = packed_step(
+        (lengths, (lengths[0] // 2, lengths[1])),
+        layout,
+        group=num_q_heads // num_kv_heads,
+        dtype=dtype,
+        causal=turn % 3 != 0,
+    )
+    check(
+        step,
+        scale=head_dim**-0.5,
+        window_left=lengths[1] // 3 if turn % 4 == 0 else -1,
+        softcap=15.0 if turn % 5 == 0 else 0.0,
+        repeats=1,
+    )
+
+
+@pytest.mark.parametrize("force_sm80", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_row_does_not_depend_on_chunks_prefix_or_batch_mates(
+    head_dim: int, force_sm80: bool
+) -> None:
+    """Deterministic mode, bit for bit."""
+    layout = layout_of(2, head_dim, torch.bfloat16)
+    lengths = ((3000, 3000), (700, 900))
+    step = packed_step(lengths, layout, group=4, dtype=torch.bfloat16)
+    options = {"scale": 0.1, "deterministic": True, "force_sm80": force_sm80}
+    together, _ = run(step, **options)
+    meta = step.meta
+    for last in (1, 63, 64, 313, 777, 1500, 3000):
+        alone = replace(
+            step,
+            query=step.query[3000 - last : 3000],
+            meta=replace(
+                meta,
+                page_table=meta.page_table[:1],
+                cache_seqlens=meta.cache_seqlens[:1],
+                cu_seqlens_q=torch.tensor([0, last], dtype=torch.int32, device=DEVICE),
+            ),
+        )
+        out, _ = run(alone, **options)
+        assert torch.equal(out, together[3000 - last : 3000])
+    for cut in (1, 64, 1000, 2047):
+        chunk = replace(
+            step,
+            query=step.query[:cut],
+            meta=replace(
+                meta,
+                page_table=meta.page_table[:1],
+                cache_seqlens=torch.tensor([cut], dtype=torch.int32, device=DEVICE),
+                cu_seqlens_q=torch.tensor([0, cut], dtype=torch.int32, device=DEVICE),
+            ),
+        )
+        out, _ = run(chunk, **options)
+        assert torch.equal(out, together[:cut])
+
+
+def test_nothing_beyond_the_lengths_reaches_a_row() -> None:
+    """Other values in slots past the lengths and in later pages change no bit, not even inf."""
+    layout = layout_of(2, 128, torch.bfloat16)
+    step = packed_step(((100, 150), (5, 5)), layout, group=4, dtype=torch.bfloat16)
+    expected, _ = run(step, scale=0.1)
+    owned = torch.zeros(step.layer.num_pages * 64, dtype=torch.bool, device=DEVICE)
+    owned[step.slots] = True
+    for poison in (math.inf, -math.inf, 3e38):
+        wide = torch.full((1, 2, 128), poison, device=DEVICE, dtype=torch.bfloat16)
+        free = (~owned).nonzero().flatten()
+        filler = wide.expand(len(free), -1, -1)
+        CudaBackend().store(step.layer, filler, filler, free)
+        out, _ = run(step, scale=0.1)
+        assert torch.equal(out, expected)
+
+
+def test_query_and_out_may_be_slices() -> None:
+    layout = layout_of(2, 64, torch.bfloat16)
+    step = packed_step(((70, 90), (3, 200)), layout, group=4, dtype=torch.bfloat16)
+    expected, _ = run(step, scale=0.125)
+    wide = torch.randn(73, 12, 64, device=DEVICE).bfloat16()
+    wide[:, 2:10] = step.query
+    room = torch.full((73, 20, 64), math.nan, device=DEVICE, dtype=torch.bfloat16)
+    backend = CudaBackend()
+    backend.plan(step.meta)
+    backend.run(wide[:, 2:10], step.layer, step.meta, scale=0.125, out=room[:, 4:12])
+    assert torch.equal(room[:, 4:12], expected)
+    assert room[:, :4].isnan().all()
+    assert room[:, 12:].isnan().all()
+
+
+def test_rows_past_the_last_sequence_are_left_alone() -> None:
+    layout = layout_of(2, 128, torch.float16)
+    step = packed_step(((70, 90),), layout, group=4, dtype=torch.float16)
+    expected, _ = run(step, scale=0.1)
+    padded = replace(step, query=torch.cat([step.query, step.query[:10]]))
+    out, lse = run(padded, scale=0.1)
+    assert torch.equal(out[:70], expected)
+    assert out[70:].isnan().all()
+    assert lse[:, 70:].isnan().all()
+
+
+def test_pools_above_two_billion_elements() -> None:
+    layout = layout_of(8, 128, torch.float16)
+    num_pages = (1 << 31) // (layout.page_bytes // 2) + 40  # the last pages lie past 2**31
+    if torch.cuda.mem_get_info()[0] < num_pages * layout.page_bytes * 1.1:
+        pytest.skip("needs 5 GB of free device memory")
+    small = packed_step(((100, 300), (64, 64)), layout, group=4, dtype=torch.float16)
+    pages = torch.empty(layout.shape(num_pages), dtype=torch.float16, device=DEVICE)
+    shift = num_pages - small.layer.num_pages
+    pages[shift:] = small.layer.pages
+    table = small.meta.page_table.clone()
+    for i, length in enumerate([300, 64]):
+        table[i, : layout.pages_for(length)] += shift
+    large = replace(
+        small, layer=LayerCache(pages, layout), meta=replace(small.meta, page_table=table)
+    )
+    for force_sm80 in (False, True):
+        expected, _ = run(small, scale=0.1, force_sm80=force_sm80)
+        out, _ = run(large, scale=0.1, force_sm80=force_sm80)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_captured_graph_serves_all_lengths(deterministic: bool) -> None:
+    """Captured with tiny sequences, replayed with long, empty and unequal ones."""
+    layout = layout_of(8, 128, torch.bfloat16)
+    lengths = ((400, 3000), (1, 2500), (111, 111), (0, 0))
+    step = packed_step(lengths, layout, group=4, dtype=torch.bfloat16)
+    truth = truth_of(step, scale=0.1)
+    backend = CudaBackend(deterministic=deterministic)
+    out = torch.empty_like(step.query)
+    real = step.meta.cu_seqlens_q.clone(), step.meta.cache_seqlens.clone()
+
+    def layer_steps() -> None:
+        backend.plan(step.meta)
+        for _ in range(2):
+            backend.run(step.query, step.layer, step.meta, scale=0.1, out=out)
+
+    step.meta.cu_seqlens_q.copy_(torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32))
+    step.meta.cache_seqlens.copy_(torch.tensor([1, 1, 1, 0], dtype=torch.int32))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer_steps()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer_steps()
+    step.meta.cu_seqlens_q.copy_(real[0])
+    step.meta.cache_seqlens.copy_(real[1])
+    for _ in range(3):
+        out.fill_(math.nan)
+        graph.replay()
+        assert_close_enough(out, truth.out, truth.same_precision)
+    backend.plan(step.meta)
+    assert torch.equal(backend.run(step.query, step.layer, step.meta, scale=0.1), out)
+
+
+def test_layers_with_other_windows_share_a_step() -> None:
+    layout = layout_of(2, 64, torch.bfloat16)
+    step = packed_step(((300, 700), (20, 500)), layout, group=4, dtype=torch.bfloat16)
+    backend = CudaBackend()
+    backend.plan(step.meta)
+    for window in (-1, 100, -1, 100):
+        truth = truth_of(step, scale=0.1, window_left=window)
+        out = backend.run(step.query, step.layer, step.meta, scale=0.1, window_left=window)
+        assert_close_enough(out, truth.out, truth.same_precision)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"scale": 0.0}, "scale 0"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"window_left": -2}, "window"),
+    ],
+)
+def test_bad_arguments_are_named(wrong: dict[str, float], message: str) -> None:
+    layout = layout_of(1, 64, torch.bfloat16)
+    step = packed_step(((3, 3),), layout, group=1, dtype=torch.bfloat16)
+    options = {"scale": 0.1} | wrong
+    with pytest.raises(ValueError, match=message):
+        run(step, **options)  # type: ignore[arg-type]

@@ -1,0 +1,66 @@
+"""What the compiler says of the built kernels: registers, spills, instructions. Needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from bicl.ops.cuda import library
+
+REPORT = library.library_path().with_suffix(".json")
+pytestmark = pytest.mark.skipif(
+    not REPORT.exists(), reason="kernels are not built: run `make kernels`"
+)
+SMS = ("sm_80", "sm_90", "sm_90a")
+
+
+def kernels(name: str, arch: str) -> list[dict[str, object]]:
+    found = [
+        k
+        for k in json.loads(REPORT.read_text())["kernels"]
+        if name in str(k["kernel"]) and k["arch"] == arch
+    ]
+    if not found:
+        pytest.skip(f"this build has no {name} for {arch}")
+    return found
+
+
+def cuobjdump() -> str:
+    """From the CUDA toolkit, or from PyPI's nvidia-cuda-cuobjdump."""
+    if found := shutil.which("cuobjdump"):
+        return found
+    spec = find_spec("nvidia.cu13") if find_spec("nvidia") else None
+    for folder in spec.submodule_search_locations or [] if spec else []:
+        if (path := Path(folder) / "bin" / "cuobjdump").exists():
+            return str(path)
+    pytest.skip("no cuobjdump: install the CUDA toolkit or nvidia-cuda-cuobjdump")
+
+
+def test_hopper_decode_kernels_do_not_spill() -> None:
+    assert [k["kernel"] for k in kernels("decode_kernel", "sm_90a") if k["spill_stores"]] == []
+
+
+@pytest.mark.parametrize("arch", SMS)
+def test_store_kv_leaves_room_for_full_occupancy(arch: str) -> None:
+    assert all(int(str(k["registers"])) <= 40 for k in kernels("store_kv_kernel", arch))
+
+
+def test_the_decode_kernel_is_made_of_bulk_copies_and_tensor_core_products() -> None:
+    unit = kernels("decode_kernel", "sm_90a")[0]
+    listing = subprocess.run(
+        [cuobjdump(), "-sass", "-arch", "sm_90a", str(library.library_path())],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    functions = listing.split("Function : ")[1:]
+    decode = next((f for f in functions if "decode_kernel" in f.split("\n", 1)[0]), None)
+    assert decode is not None, f"{unit['kernel']} is reported but not in the library"
+    for instruction in ("UBLKCP", "HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "MOVM.16"):
+        assert instruction in decode
+    assert "STL" not in decode, "a register array went to local memory"
