@@ -1,0 +1,5 @@
+"""Takes the place of ``text_generation_server.layers.attention.ipex``."""
+
+from bicl.frontends.tgi.attention import SUPPORTS_WINDOWING, attention, paged_attention
+
+__all__ = ["SUPPORTS_WINDOWING", "attention", "paged_attention"]

@@ -1,0 +1,128 @@
+"""``python -m bicl.frontends.tgi.install``: put the overlay into an environment, or take it out."""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import shutil
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+from bicl.errors import ConfigError
+from bicl.frontends.tgi.upstream import Release, identify, read_upstream
+
+__all__ = ["find_patches", "install", "main", "uninstall", "verify"]
+
+PACKAGE = "text_generation_server"
+START = "bicl_tgi_start"
+FOLDER = "bicl_tgi_patches"
+CONTENTS = ("UPSTREAM", "overlay/kv_cache.py", "overlay/cuda.py", "overlay/ipex.py")
+PTH_LINE = f"import {START}\n"
+
+
+def find_patches() -> Path:
+    """``patches/`` of a source tree, of the image, or an installed copy.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    places = [
+        Path(__file__).resolve().parents[4] / "patches",
+        Path("/opt/bicl/patches"),
+        Path(sysconfig.get_path("purelib")) / FOLDER,
+    ]
+    for place in places:
+        if (place / "UPSTREAM").is_file() and (place / "hook").is_dir():
+            return place
+    listed = ", ".join(map(str, places))
+    raise ConfigError(f"no patches folder in {listed}; name it with --patches")
+
+
+def install(site: Path, patches: Path) -> None:
+    """Copy the overlay and its start-up hook into ``site``; again is harmless."""
+    _check_site(site)
+    target = site / FOLDER
+    shutil.rmtree(target, ignore_errors=True)
+    for name in (*CONTENTS, f"hook/{START}.py"):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(patches / name, target / name)
+    shutil.copyfile(patches / "hook" / f"{START}.py", site / f"{START}.py")
+    # Last: from here on every Python of this environment starts through the hook.
+    (site / f"{START}.pth").write_text(PTH_LINE)
+
+
+def uninstall(site: Path) -> None:
+    """Remove what ``install`` wrote; harmless where nothing is."""
+    _check_site(site)
+    (site / f"{START}.pth").unlink(missing_ok=True)
+    (site / f"{START}.py").unlink(missing_ok=True)
+    shutil.rmtree(site / FOLDER, ignore_errors=True)
+
+
+def verify(site: Path, patches: Path, package: Path) -> Release:
+    """Check that the overlay in ``site`` is whole and fits TGI's tree.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    pth = site / f"{START}.pth"
+    if not pth.is_file() or pth.read_text() != PTH_LINE:
+        raise ConfigError(f"{pth} is missing or altered; install again")
+    pairs = [(patches / name, site / FOLDER / name) for name in CONTENTS]
+    pairs.append((patches / "hook" / f"{START}.py", site / f"{START}.py"))
+    for source, copy in pairs:
+        if not copy.is_file() or not filecmp.cmp(source, copy, shallow=False):
+            raise ConfigError(f"{copy} is missing or differs from {source}; install again")
+    return identify(package, read_upstream(site / FOLDER / "UPSTREAM"))
+
+
+def _find_package(given: Path | None) -> Path:
+    if given is not None:
+        return given
+    spec = find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{PACKAGE} is not installed in {sys.prefix}; name it with --package")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _check_site(site: Path) -> None:
+    if not site.is_dir():
+        raise ConfigError(f"{site} is no folder; name the environment's site-packages")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code; errors are one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m bicl.frontends.tgi.install")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--uninstall", action="store_true", help="back to stock TGI")
+    action.add_argument("--verify", action="store_true", help="check what is installed")
+    parser.add_argument(
+        "--site-packages", type=Path, default=Path(sysconfig.get_path("purelib")), metavar="PATH"
+    )
+    parser.add_argument("--patches", type=Path, help="default: beside the package")
+    parser.add_argument("--package", type=Path, help=f"where {PACKAGE} lies; default: importable")
+    options = parser.parse_args(arguments)
+    try:
+        if options.uninstall:
+            uninstall(options.site_packages)
+            print(f"bicl: removed from {options.site_packages}")
+            return 0
+        patches = options.patches or find_patches()
+        package = _find_package(options.package)
+        if not options.verify:
+            # Refuse before anything is written.
+            identify(package, read_upstream(patches / "UPSTREAM"))
+            install(options.site_packages, patches)
+        release = verify(options.site_packages, patches, package)
+    except (ConfigError, OSError) as error:
+        print(f"bicl: {error}", file=sys.stderr)
+        return 1
+    limits = f"; without {', '.join(release.limits)}" if release.limits else ""
+    print(f"bicl: in place in {options.site_packages} for TGI {release.name}{limits}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Command line of the self-test."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from bicl.errors import ConfigError
+from bicl.frontends.tgi.install import find_patches
+from bicl.frontends.tgi.selftest.runner import SCENARIOS, run_scenario
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bicl selftest", description=__doc__)
+    parser.add_argument("scenarios", nargs="*", help=f"of {', '.join(SCENARIOS)}; default: all")
+    parser.add_argument("--case", default="", help="run this case alone")
+    parser.add_argument("--json", type=Path, help="append one JSON line a result to this file")
+    parser.add_argument("--models", type=Path, help="folder for the models; default: temporary")
+    parser.add_argument("--patches", type=Path, help="the overlay; default: the installed one")
+    options = parser.parse_args()
+    if unknown := set(options.scenarios) - set(SCENARIOS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; use {', '.join(SCENARIOS)}")
+    try:
+        hook = (options.patches or find_patches()) / "hook"
+    except ConfigError as error:
+        print(f"bicl: {error}", file=sys.stderr)
+        return 2
+    failed = passed = 0
+    with tempfile.TemporaryDirectory(prefix="bicl-selftest-") as temporary:
+        folder = options.models or Path(temporary)
+        for scenario in options.scenarios or SCENARIOS:
+            for result in run_scenario(scenario, folder, hook, options.case):
+                failed, passed = failed + bool(result.problem), passed + (not result.problem)
+                mark = "FAIL" if result.problem else "ok"
+                print(
+                    f"{mark:<5}{scenario:<18}{result.case:<48}{result.seconds:6.1f} s", flush=True
+                )
+                if result.problem:
+                    print(result.problem, flush=True)
+                if options.json:
+                    with options.json.open("a") as file:
+                        file.write(json.dumps(asdict(result)) + "\n")
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+sys.exit(main())

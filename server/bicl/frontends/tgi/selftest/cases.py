@@ -1,0 +1,166 @@
+"""What must hold. Each case is ``case_<behaviour>(bench)`` and raises AssertionError."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from bicl.frontends.tgi.selftest.models import Model
+from bicl.frontends.tgi.selftest.router import Router, Sequence
+from bicl.frontends.tgi.selftest.shard import Shards
+
+__all__ = ["CASES", "Bench"]
+
+
+@dataclass
+class Bench:
+    """A running shard behind its router, and the model's reference."""
+
+    shards: Shards
+    router: Router
+    model: Model
+    new_tokens: int = 20
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        chooser = random.Random(f"{length}/{seed}")
+        return [chooser.randrange(4, self.model.vocab_size) for _ in range(length)]
+
+    def sequence(self, prompt: list[int], shared: list[int] | None = None) -> Sequence:
+        return self.router.sequence(prompt, self.new_tokens, shared)
+
+    def check(self, *sequences: Sequence) -> None:
+        """Finish what runs, then compare every token with plain transformers."""
+        self.router.finish()
+        for sequence in sequences:
+            expected = self.model.greedy(sequence.prompt, sequence.max_new_tokens)
+            assert sequence.tokens == expected, (
+                f"prompt of {len(sequence.prompt)} tokens: got {sequence.tokens}, "
+                f"transformers says {expected}"
+            )
+            self.router.release(sequence)
+
+
+def case_block_size_reaches_the_router(bench: Bench) -> None:
+    info = bench.shards.info()
+    assert (info.block_size, info.attention_impl) == (bench.router.page_size, "flashdecoding")
+
+
+def case_one_request(bench: Bench) -> None:
+    sequence = bench.sequence(bench.prompt(70))
+    bench.router.prefill(sequence)
+    bench.check(sequence)
+
+
+def case_batch_of_four(bench: Bench) -> None:
+    sequences = [bench.sequence(bench.prompt(n)) for n in (1, 64, 65, 130)]
+    bench.router.prefill(*sequences)
+    bench.check(*sequences)
+
+
+def case_joining_a_decoding_batch(bench: Bench) -> None:
+    first, second = bench.sequence(bench.prompt(50)), bench.sequence(bench.prompt(90))
+    bench.router.prefill(first)
+    bench.router.decode(5)
+    bench.router.prefill(second)
+    bench.check(first, second)
+
+
+def case_cancelling_a_row(bench: Bench) -> None:
+    sequences = [bench.sequence(bench.prompt(n)) for n in (30, 80, 140)]
+    bench.router.prefill(*sequences)
+    bench.router.decode(3)
+    bench.router.cancel(sequences[1])
+    bench.router.release(sequences[1])
+    late = bench.sequence(bench.prompt(100))  # on the pages just given back
+    bench.router.prefill(late)
+    bench.check(sequences[0], sequences[2], late)
+
+
+def case_cached_prefix_of_whole_pages(bench: Bench) -> None:
+    size = 2 * bench.router.page_size
+    first = bench.sequence(bench.prompt(size + 20))
+    bench.router.prefill(first)
+    bench.router.finish()
+    second = bench.sequence(first.prompt[:size] + bench.prompt(30, 1), first.pages[:2])
+    bench.router.prefill(second, cached=size)
+    assert "the router claims" not in bench.shards.log()
+    bench.check(second)
+
+
+def case_whole_prompt_cached_rewrites_a_shared_slot(bench: Bench) -> None:
+    size = 2 * bench.router.page_size
+    first = bench.sequence(bench.prompt(size, 2))
+    bench.router.prefill(first)
+    bench.router.finish()
+    reader = bench.sequence(first.prompt + bench.prompt(10, 3), first.pages[:2])
+    bench.router.prefill(reader, cached=size)
+    bench.router.decode(2)
+    again = bench.sequence(first.prompt, first.pages[:2])
+    bench.router.prefill(again, cached=size - 1)
+    bench.check(reader, again)
+
+
+def case_chunked_prompt(bench: Bench) -> None:
+    sequence = bench.sequence(bench.prompt(134))
+    bench.router.prefill(sequence, chunk=31)
+    bench.check(sequence)
+
+
+def case_chunked_prompt_beside_a_decoding_row(bench: Bench) -> None:
+    first, second = bench.sequence(bench.prompt(40)), bench.sequence(bench.prompt(190))
+    bench.router.prefill(first)
+    bench.router.decode(2)
+    bench.router.prefill(second, chunk=50)
+    bench.check(first, second)
+
+
+def case_health_request_on_page_0(bench: Bench) -> None:
+    sequence = bench.sequence(bench.prompt(60))
+    bench.router.prefill(sequence)
+    bench.router.decode(4)
+    bench.router.health()
+    bench.check(sequence)
+
+
+def case_prefix_that_was_never_computed(bench: Bench) -> None:
+    """What the router can claim after a prefill that failed or was dropped."""
+    size = 2 * bench.router.page_size
+    sequence = bench.sequence(bench.prompt(size + 25, 4))
+    bench.router.prefill(sequence, cached=size)
+    bench.check(sequence)
+    assert f"claims {size} cached tokens, but only 0 were computed" in bench.shards.log()
+
+
+def case_prefix_cancelled_between_chunks(bench: Bench) -> None:
+    size = 2 * bench.router.page_size
+    dropped = bench.sequence(bench.prompt(size + 40, 5))
+    other = bench.sequence(bench.prompt(20, 6))
+    bench.router.prefill(other)
+    bench.router.prefill(dropped, chunk=bench.router.page_size + 9)
+    bench.router.cancel(dropped)
+    second = bench.sequence(dropped.prompt[:size] + bench.prompt(12, 7), dropped.pages[:2])
+    bench.router.prefill(second, cached=size)
+    bench.check(other, second)
+    told = f"claims {size} cached tokens, but only {bench.router.page_size} were computed"
+    assert told in bench.shards.log()
+
+
+def case_page_reused_for_other_tokens(bench: Bench) -> None:
+    """A page's new owner wipes its tag, so a stale claim on it is caught."""
+    size = bench.router.page_size
+    first = bench.sequence(bench.prompt(size + 1, 8))
+    bench.router.prefill(first)
+    bench.router.finish()
+    second = bench.sequence(bench.prompt(size + 5, 9), first.pages[:1])
+    bench.router.prefill(second)
+    bench.router.finish()
+    third = bench.sequence(first.prompt[:size] + bench.prompt(9, 10), first.pages[:1])
+    bench.router.prefill(third, cached=size)
+    bench.check(third)
+
+
+CASES = {
+    name.removeprefix("case_"): function
+    for name, function in list(globals().items())
+    if name.startswith("case_")
+}

@@ -1,0 +1,146 @@
+"""The part of TGI's router that a shard can see: pages, slots, prefixes, chunks, batches."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from text_generation_server.pb import generate_pb2 as pb
+
+from bicl.frontends.tgi.selftest.models import Model
+from bicl.frontends.tgi.selftest.shard import Answer, Shards
+
+__all__ = ["Router", "Sequence"]
+
+
+@dataclass
+class Sequence:
+    """One request and what came back."""
+
+    id: int
+    prompt: list[int]
+    max_new_tokens: int
+    pages: list[int]
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+
+
+class Router:
+    """Hands out shuffled page ids and keeps one batch of the shard going."""
+
+    def __init__(self, shards: Shards, model: Model, num_tokens: int, page_size: int) -> None:
+        self.shards, self.model, self.page_size = shards, model, page_size
+        self._free = list(range(1, num_tokens // page_size))
+        random.Random(5).shuffle(self._free)
+        self.speculate = shards.info().speculate
+        self.running: dict[int, Sequence] = {}
+        self._batch: Any = None
+        self._next_id = 1
+
+    def sequence(
+        self, prompt: list[int], max_new_tokens: int, shared: list[int] | None = None
+    ) -> Sequence:
+        """A request that is not sent yet. ``shared``: pages it starts with."""
+        tokens = len(prompt) + max_new_tokens - 1 + self.speculate
+        pages = list(shared or [])
+        while len(pages) * self.page_size < tokens:
+            pages.append(self._free.pop())
+        self._next_id += 1
+        return Sequence(self._next_id, prompt, max_new_tokens, pages)
+
+    def release(self, sequence: Sequence, keep: int = 0) -> None:
+        """Give back all pages but the first ``keep``; they are handed out again at once."""
+        self._free += [p for p in reversed(sequence.pages[keep:]) if p not in self._free]
+
+    def prefill(
+        self, *sequences: Sequence, cached: int = 0, chunk: int | None = None, join: bool = True
+    ) -> None:
+        """Send new requests, beside the running batch if there is one.
+
+        Args:
+            cached: tokens claimed to be in the first pages.
+            chunk: tokens to compute now; by default all.
+        """
+        requests = [self._request(s, cached, chunk) for s in sequences]
+        for sequence in sequences:
+            self.running[sequence.id] = sequence
+        before = self._batch if join else None
+        self._take(self.shards.prefill(self._batch_id(), requests, before))
+
+    def decode(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self._take(self.shards.decode([self._batch]))
+
+    def finish(self) -> None:
+        """Decode until every request has ended."""
+        while self.running:
+            self.decode()
+
+    def cancel(self, sequence: Sequence) -> None:
+        """The client is gone: drop the row."""
+        del self.running[sequence.id]
+        self._shrink()
+
+    def abandon(self) -> None:
+        """After a failed case: drop everything, so that the next one starts afresh."""
+        self.running.clear()
+        self._shrink()
+
+    def health(self) -> None:
+        """The router's health request: one token on page 0, slot 0."""
+        sequence = Sequence(0, [4], 1, [0])
+        request = self._request(sequence, 0, None)
+        self.shards.prefill(self._batch_id(), [request])
+
+    def _take(self, answer: Answer) -> None:
+        self._batch = answer.batch
+        for request_id, tokens in answer.tokens.items():
+            sequence = self.running[request_id]
+            sequence.tokens += tokens
+            if request_id in answer.finished:
+                sequence.finished = True
+                del self.running[request_id]
+        if answer.finished:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        if not self.running:
+            self.shards.clear()
+            self._batch = None
+        elif self._batch is not None and len(self._batch.request_ids) != len(self.running):
+            self._batch = self.shards.filter(self._batch, self.running)
+
+    def _batch_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _request(self, sequence: Sequence, cached: int, chunk: int | None) -> Any:
+        length = len(sequence.prompt)
+        slots = [p * self.page_size + i for p in sequence.pages for i in range(self.page_size)]
+        needed = length + sequence.max_new_tokens - 1 + self.speculate
+        request = request_of(sequence.id, self.model.text(sequence.prompt), length)
+        request.stopping_parameters.max_new_tokens = sequence.max_new_tokens
+        request.blocks.extend(sequence.pages)
+        request.slots.extend(slots[:needed])
+        request.cache_len = cached
+        request.chunk_len = length - cached if chunk is None else chunk
+        return request
+
+
+def request_of(request_id: int, text: str, length: int) -> Any:
+    """A greedy request without pages, as at warm-up."""
+    parameters = pb.NextTokenChooserParameters(
+        temperature=1.0, top_p=1.0, typical_p=1.0, repetition_penalty=1.0
+    )
+    stopping = pb.StoppingCriteriaParameters(max_new_tokens=20, ignore_eos_token=True)
+    chunks = pb.Input(chunks=[pb.InputChunk(text=text)])
+    return pb.Request(
+        id=request_id,
+        inputs=text,
+        input_chunks=chunks,
+        truncate=length,
+        parameters=parameters,
+        stopping_parameters=stopping,
+        add_special_tokens=False,
+    )

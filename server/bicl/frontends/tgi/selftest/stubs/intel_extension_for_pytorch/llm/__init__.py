@@ -1,0 +1,3 @@
+from . import functional, modules
+
+__all__ = ["functional", "modules"]

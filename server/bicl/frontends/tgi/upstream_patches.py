@@ -1,0 +1,114 @@
+"""What we change in TGI's own modules, right after each has run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from bicl.errors import ConfigError
+from bicl.frontends.tgi.config import ATTENTION, overlay_config
+from bicl.frontends.tgi.upstream import DISABLE, Release
+
+__all__ = ["patches"]
+
+logger = logging.getLogger("bicl")
+
+
+def patches(release: Release) -> Mapping[str, Callable[[ModuleType], None]]:
+    """By module name."""
+    models = "text_generation_server.models"
+    return {
+        f"{models}.globals": _set_block_size,
+        f"{models}.flash_causal_lm": _mend_flash_causal_lm,
+        models: functools.partial(_check_models, release=release),
+    }
+
+
+def _set_block_size(module: Any) -> None:
+    """Before any module takes the constant over by value."""
+    if module.ATTENTION != ATTENTION:
+        raise ConfigError(
+            f"ATTENTION is {module.ATTENTION!r}; BICL needs ATTENTION={ATTENTION} (our "
+            f"text-generation-launcher sets it); {DISABLE}"
+        )
+    module.BLOCK_SIZE = overlay_config().block_size
+
+
+def _mend_flash_causal_lm(module: Any) -> None:
+    from bicl.frontends.tgi import prefixes
+    from bicl.frontends.tgi.kv_cache import KVCache, nominal_share
+
+    if module.KVCache is not KVCache or overlay_config().block_size != module.BLOCK_SIZE:
+        raise ConfigError(
+            "text-generation-inference took its own KV cache: something imported it before us"
+        )
+    free_memory = module.get_free_memory
+
+    @functools.wraps(free_memory)
+    def get_free_memory(device: Any, memory_fraction: float) -> int:
+        # TGI divides this by a page's nominal size; a page with padded heads is larger.
+        return int(free_memory(device, memory_fraction) * nominal_share())
+
+    module.get_free_memory = get_free_memory
+    if overlay_config().verify_prefixes:
+        prefixes.verify_claims(module.FlashCausalLM, module.FlashCausalLMBatch)
+
+
+def _check_models(module: Any, *, release: Release) -> None:
+    if not module.FLASH_ATTENTION:
+        raise ConfigError(
+            "text-generation-inference could not import its flash models (its own warning above "
+            f"says why) and would serve without a paged cache; {DISABLE}"
+        )
+    if not release.windows:
+        # TGI then refuses long inputs of sliding-window models by itself.
+        module.SUPPORTS_WINDOWING = False
+    get_model = module.get_model
+
+    @functools.wraps(get_model)
+    def checked_get_model(*args: Any, **kwargs: Any) -> Any:
+        model = get_model(*args, **kwargs)
+        try:
+            _check_model(model, release)
+        except ConfigError as error:
+            from bicl.frontends.tgi.hook import end_process
+
+            end_process(str(error))
+        logger.info(
+            "bicl: cache in place, text-generation-inference %s, pages of %d tokens",
+            release.name,
+            overlay_config().block_size,
+        )
+        return model
+
+    module.get_model = checked_get_model
+
+
+def _check_model(model: Any, release: Release) -> None:
+    """Refuse at load, by name, what would be served without us or wrongly."""
+    from text_generation_server.models.flash_causal_lm import FlashCausalLM
+    from text_generation_server.models.vlm_causal_lm import VlmCausalLM
+    from text_generation_server.utils.speculate import get_speculate
+
+    kind = type(model).__name__
+    if not isinstance(model, FlashCausalLM):
+        raise ConfigError(
+            f"{model.model_id} is served by {kind}, which has no paged KV cache for BICL to "
+            f"replace; {DISABLE}"
+        )
+    if isinstance(model, VlmCausalLM) and get_speculate():
+        raise ConfigError(
+            f"--speculate {get_speculate()} with the vision model {model.model_id}: "
+            "text-generation-inference then computes wrong slots across pages; start without "
+            "--speculate"
+        )
+    window = getattr(model, "sliding_window", None)
+    if window is not None and window > 0 and not release.windows:
+        raise ConfigError(
+            f"{model.model_id} has a sliding window of {window} tokens, which BICL supports from "
+            f"text-generation-inference 3.2.1 on; this is {release.name}. Use a newer image; "
+            f"{DISABLE}"
+        )
