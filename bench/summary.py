@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.kernels.report import find, load_report
 from bench.kernels.shapes import DECODE_SHAPES, HEADS, MAIN_HEADS, PREFILL_SHAPES
-from bench.targets import best_peer, verdicts
+from bench.targets import best_peer, fastest, verdicts
 
 __all__ = ["decode_table", "main", "prefill_table", "small_table"]
 
@@ -65,9 +65,14 @@ def prefill_table(rows: Rows, heads: str) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in PREFILL_SHAPES:
-        ours, *theirs = (
-            find(rows, "prefill", heads, shape, impl)
-            for impl in ("bicl", "fa3-p128", "fa3-p64", "flashinfer-p1")
+        ours = find(rows, "prefill", heads, shape, "bicl")
+        theirs = (
+            fastest(rows, "prefill", heads, shape, impls)
+            for impls in (
+                ("fa3-p128", "fa3-p128-sched"),
+                ("fa3-p64", "fa3-p64-sched"),
+                ("flashinfer-p1",),
+            )
         )
         rate = next(
             (

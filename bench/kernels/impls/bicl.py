@@ -2,7 +2,8 @@
 
 ``bicl`` is what a server runs. The others change one thing: ``-deterministic`` cuts every sequence
 at fixed keys, ``-pdl`` lets a launch overlap the end of the kernel before it, ``-fp8`` stores e4m3,
-``-sm80`` takes the path for cards before Hopper.
+``-sm80`` takes the path for cards before Hopper, ``-with-plan`` makes the step's tile list anew in
+every call instead of once for all layers.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from bench.kernels.arena import PagedBatch
 from bench.kernels.impls import Contestant, Prepared, Registry
 from bench.kernels.shapes import HEAD_DIM
 from bicl.attention.cuda import CudaBackend
-from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
 from bicl.errors import BackendError
 from bicl.ops.cuda import library
 from bicl.ops.cuda.decode_attention import decode_attention
+from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
 from bicl.ops.cuda.store_kv import store_kv
 from bicl.ops.cuda.workspace import Workspace
 
@@ -46,17 +47,17 @@ def register(registry: Registry) -> None:
         Contestant("bicl-fp8", partial(_decode, {}, dtype=_FP8), element_bytes=1),
     ]
     registry.prefill += [
-        Contestant("bicl", _prefill),
-        Contestant("bicl-deterministic", partial(_prefill, deterministic=True)),
-        Contestant("bicl-fp8", partial(_prefill, dtype=_FP8), element_bytes=1),
+        Contestant("bicl", partial(_prefill, {})),
+        Contestant("bicl-with-plan", partial(_prefill, {}, plan_each_call=True)),
+        Contestant("bicl-deterministic", partial(_prefill, {"deterministic": True})),
+        Contestant("bicl-fp8", partial(_prefill, {}, dtype=_FP8), element_bytes=1),
     ]
     registry.sm80_decode.append(Contestant("bicl-sm80", partial(_decode, {"force_sm80": True})))
-    registry.sm80_prefill.append(Contestant("bicl-sm80", _prefill_sm80))
+    registry.sm80_prefill.append(Contestant("bicl-sm80", partial(_prefill, {"force_sm80": True})))
     registry.layer += [
         Contestant("bicl", partial(_layer, False)),
         Contestant("bicl-pdl", partial(_layer, True)),
     ]
-    registry.plan["bicl"] = _plan
     registry.launch["bicl-run"] = _run_call
     registry.launch["bicl-decode"] = lambda batch: _decode({}, batch).calls[0]
     registry.launch["bicl-store"] = _store_call
@@ -125,50 +126,38 @@ def _layer(pdl: bool, batch: PagedBatch) -> Prepared:
 
 
 def _prefill(
-    batch: PagedBatch, *, deterministic: bool = False, dtype: torch.dtype = torch.bfloat16
+    flags: dict[str, bool],
+    batch: PagedBatch,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    plan_each_call: bool = False,
 ) -> Prepared:
     layer = pages_of(batch, dtype)
-    metas = batch.metadata(PAGE)
-    out = torch.empty_like(batch.query)
-    # A plan belongs to a backend; one a set of pages lets the calls alternate.
-    backends = [CudaBackend(deterministic=deterministic) for _ in metas]
-
-    def call(backend: CudaBackend, meta: AttentionMetadata) -> torch.Tensor:
-        backend.run(batch.query, layer, meta, scale=SCALE, out=out)
-        return out
-
-    pairs = list(zip(backends, metas, strict=True))
-    for backend, meta in pairs:
-        backend.plan(meta)
-        call(backend, meta)
-    read = partial(key_value, layer, metas[0].page_table, batch.lengths)
-    return Prepared([partial(call, *pair) for pair in pairs], read, backends)
-
-
-def _prefill_sm80(batch: PagedBatch) -> Prepared:
-    layer = pages_of(batch, torch.bfloat16)
     tables = batch.page_tables(PAGE)
     out = torch.empty_like(batch.query)
     tokens, device = batch.query.shape[0], batch.arena.device
-    kernels = library.module()
-    size = kernels.prefill_workspace_bytes(
-        tokens, len(batch.lengths), batch.heads.group, HEAD_DIM, device.index or 0
+    size = workspace_bytes(tokens, len(batch.lengths), batch.heads.group, HEAD_DIM, device)
+    make_plan = partial(
+        plan_prefill,
+        torch.zeros(size, dtype=torch.uint8, device=device),
+        layer,
+        batch.cu_seqlens_q,
+        batch.cache_seqlens,
+        num_tokens=tokens,
+        num_q_heads=batch.heads.query,
+        **flags,
     )
-    space = torch.zeros(size, dtype=torch.uint8, device=device)
-    kernels.plan_prefill(
-        *(space, layer.pages, batch.cu_seqlens_q, batch.cache_seqlens, PAGE, tokens),
-        *(batch.heads.query, -1, -1, True, False, True),
-    )
+    plan = make_plan()  # of the lengths, so good for every set of pages
 
     def call(table: torch.Tensor) -> torch.Tensor:
-        kernels.prefill_attention(
-            *(out, None, batch.query, layer.pages, table, batch.cache_seqlens, space, PAGE),
-            *(1.0, 1.0, SCALE, 0.0, -1, -1, True, False, True),
+        current = make_plan() if plan_each_call else plan
+        prefill_attention(
+            batch.query, layer, table, batch.cache_seqlens, current, out=out, scale=SCALE
         )
         return out
 
     read = partial(key_value, layer, tables[0], batch.lengths)
-    return Prepared([partial(call, table) for table in tables], read)
+    return Prepared([partial(call, table) for table in tables], read, plan)
 
 
 def _run_call(batch: PagedBatch) -> Callable[[], object]:
@@ -176,10 +165,6 @@ def _run_call(batch: PagedBatch) -> Callable[[], object]:
     layer, meta = pages_of(batch, torch.bfloat16), batch.metadata(PAGE)[0]
     out = torch.empty_like(batch.query)
     return partial(CudaBackend().run, batch.query, layer, meta, scale=SCALE, out=out)
-
-
-def _plan(batch: PagedBatch) -> Callable[[], object]:
-    return partial(CudaBackend().plan, batch.metadata(PAGE)[0])
 
 
 def _store_call(batch: PagedBatch) -> Callable[[], object]:
