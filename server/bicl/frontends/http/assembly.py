@@ -95,17 +95,13 @@ def _template_of(config: ServerConfig) -> str | None:
 
 def _cache_facts(facts: ModelFacts) -> CacheFacts:
     cache = facts.cache or {}
+    known = [name for name in ("backend", "block_size", "kv_dtype") if name in cache]
     labels = {
         "version": bicl.__version__,
         "model_id": facts.model_id,
         "device": facts.device,
         "dtype": facts.dtype,
-        **{
-            name: str(cache[name])
-            for name in ("backend", "block_size", "kv_dtype")
-            if name in cache
-        },
-    }
+    } | {name: str(cache[name]) for name in known}
     return CacheFacts(facts.max_batch_total_tokens, facts.reuse_enabled, labels, facts.fallbacks)
 
 

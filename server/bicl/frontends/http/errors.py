@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Request
 from fastapi.responses import Response
 
-from bicl.errors import CapacityError, InvalidInputError, OverloadedError
+from bicl.errors import BiclError, CapacityError, InvalidInputError, OverloadedError
 from bicl.frontends.http.schemas.base import ErrorResponse
 
 __all__ = ["WireError", "answer_wire_error", "from_engine", "validation_error"]
@@ -56,14 +56,17 @@ def template_error(message: str) -> WireError:
     return WireError(422, f"Template error: {message}", "template_error", "template")
 
 
-def from_engine(error: Exception) -> WireError:
-    """What the client is told about an exception that the engine raised or reported."""
-    if isinstance(error, WireError):
-        return error
+def from_engine(error: BiclError) -> WireError:
+    """What the client is told when the engine does not take a request."""
     if isinstance(error, CapacityError | InvalidInputError):
         return validation_error(str(error))
     if isinstance(error, OverloadedError):
         return overloaded()
+    return generation_error(error)
+
+
+def generation_error(error: Exception) -> WireError:
+    """What the client is told when a running request fails."""
     return WireError(424, f"Request failed during generation: {error}", "generation", "generation")
 
 

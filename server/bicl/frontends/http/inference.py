@@ -11,7 +11,13 @@ from typing import Any, Protocol, TypeVar
 
 from bicl.errors import BiclError
 from bicl.frontends.http.engine.config import EngineStats
-from bicl.frontends.http.errors import draining, from_engine, incomplete, overloaded
+from bicl.frontends.http.errors import (
+    draining,
+    from_engine,
+    generation_error,
+    incomplete,
+    overloaded,
+)
 from bicl.frontends.http.request import (
     GenerationRequest,
     RequestDone,
@@ -124,7 +130,7 @@ class Generation:
                     yield Step(index, last, event)
                     return
                 elif isinstance(event, RequestFailed):
-                    raise from_engine(event.error)
+                    raise generation_error(event.error)
             raise incomplete(stream=True)
         finally:
             self._stream.close()
@@ -181,20 +187,32 @@ class Inference:
         try:
             valid = await self.validator.validate(request, add_special_tokens)
             self.metrics.request_validated(valid.input_length, valid.params.max_new_tokens)
-            stream = self._submit(valid, salt)
+            stream = await self._submit(valid, salt)
         except BaseException:
             self.release()
             raise
         return Generation(self, valid, stream, started)
 
-    def _submit(self, valid: ValidRequest, salt: str) -> EventStreamLike:
+    async def _submit(self, valid: ValidRequest, salt: str) -> EventStreamLike:
         request = GenerationRequest(
             id=uuid.uuid4().hex, prompt_ids=valid.prompt_ids, params=valid.params, salt=salt
         )
         try:
-            return self.engine.submit(request)
+            if valid.params.grammar is None:
+                return self.engine.submit(request)
+            return await self._submit_elsewhere(request)
         except BiclError as error:
             raise from_engine(error) from error
+
+    async def _submit_elsewhere(self, request: GenerationRequest) -> EventStreamLike:
+        """On a thread: a grammar may take a second to compile."""
+        loop = asyncio.get_running_loop()
+        submitted = loop.run_in_executor(None, self.engine.submit, request)
+        try:
+            return await asyncio.shield(submitted)
+        except asyncio.CancelledError:  # the client left meanwhile: nobody will read the stream
+            submitted.add_done_callback(_close_unread)
+            raise
 
     async def generate(
         self,
@@ -231,6 +249,11 @@ class Inference:
         )
         best = max(range(best_of), key=lambda index: answers[index].mean_logprob)
         return answers[best], answers[:best] + answers[best + 1 :]
+
+
+def _close_unread(submitted: asyncio.Future[EventStreamLike]) -> None:
+    if not submitted.cancelled() and submitted.exception() is None:
+        submitted.result().close()
 
 
 async def all_or_none(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 import uvicorn
-from rich.console import Console
 
 from bicl.config import ServerConfig, parse_memory
 from bicl.errors import ConfigError
@@ -29,6 +29,7 @@ __all__ = ["serve"]
 log = logging.getLogger("bicl")
 
 BUNDLED = "bundled"
+BUNDLED_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 KV_DTYPES = {
     "auto": None,
     "fp32": torch.float32,
@@ -46,9 +47,8 @@ def serve(config: ServerConfig) -> None:
         ConfigError: the model or a setting cannot work.
     """
     _configure_logging(config.json_output)
-    listener = uvicorn.Config("", host=config.hostname, port=config.port)
-    socket = listener.bind_socket()  # a port that is taken is told before minutes of loading
-    with _progress(f"loading {config.model_id}"):
+    listener = _bind(config.hostname, config.port)
+    with _timed(f"loading {config.model_id}"):
         loaded = _load(config)
     config = config.resolve(loaded.max_position)
     for flag in config.settings_without_effect:
@@ -59,18 +59,18 @@ def serve(config: ServerConfig) -> None:
     metrics = ServerMetrics(config.max_input_tokens, config.max_total_tokens)
     engine = Engine(loaded, engine_config, observer=metrics)
     try:
-        with _progress("warming up"):
+        with _timed("warming up"):
             engine.start()
         facts = _facts(config, loaded, engine, engine_config)
         state = assemble(config, engine, loaded.tokenizer, facts, metrics)
         log.info(
-            "serving %s on http://%s:%d (API: /docs)", facts.model_id, *socket.getsockname()[:2]
+            "serving %s on http://%s:%d (API: /docs)", facts.model_id, *listener.getsockname()[:2]
         )
         options = uvicorn.Config(
             create_app(state), log_config=None, access_log=False, server_header=False
         )
         server = DrainingServer(options, state.inference, config.graceful_termination_timeout)
-        server.run(sockets=[socket])
+        server.run(sockets=[listener])
     finally:
         engine.stop()
 
@@ -153,7 +153,7 @@ def _facts(
         "padding_waste": round(1 - shape.used_bytes / shape.page_bytes, 4),
     }
     return ModelFacts(
-        model_id=config.model_id,
+        model_id=BUNDLED_NAME if config.model_id == BUNDLED else config.model_id,
         model_sha=loaded.revision,
         dtype=str(loaded.dtype),
         device=loaded.device.type,
@@ -164,16 +164,34 @@ def _facts(
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """A spinner on a terminal, two log lines elsewhere."""
-    started = time.perf_counter()
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(f"{what} ..."):
-            yield
-    else:
-        log.info("%s ...", what)
+def _binding(hostname: str, port: int) -> Iterator[None]:
+    try:
         yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {hostname} port {port}: {error.strerror or error}; "
+            "choose others with --hostname and --port"
+        ) from None
+
+
+def _bind(hostname: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: a taken port is told before minutes of loading,
+    and probes are refused until there is something to answer them."""
+    with _binding(hostname, port):
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    return listener
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    started = time.perf_counter()
+    log.info("%s ...", what)
+    yield
     log.info("%s took %.1f s", what, time.perf_counter() - started)
 
 
@@ -195,5 +213,5 @@ def _configure_logging(as_json: bool) -> None:
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(_JsonFormatter() if as_json else plain)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "uvicorn.access"):
+    for noisy in ("httpx", "httpcore", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,0 +1,5 @@
+"""``python -m bicl``."""
+
+from bicl.cli import main
+
+main()
