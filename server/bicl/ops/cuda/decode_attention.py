@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from bicl.attention.pool import LayerCache
 from bicl.ops.cuda import library
 from bicl.ops.cuda.workspace import Workspace
+
+if TYPE_CHECKING:
+    from bicl.attention.pool import LayerCache
 
 __all__ = ["decode_attention"]
 

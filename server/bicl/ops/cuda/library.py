@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,9 @@ def require_device(device: torch.device | str = "cuda") -> None:
             "or use device 'cpu'"
         )
     if not torch.cuda.is_available():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hint = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
         raise BackendError(
-            f"no CUDA device is visible{hint}; check the driver with nvidia-smi and that the "
-            "container was started with --gpus, or use device 'cpu'"
+            "no CUDA device is visible; check the driver with nvidia-smi, CUDA_VISIBLE_DEVICES, "
+            "and that the container was started with --gpus, or use device 'cpu'"
         )
     capability = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from bicl.attention.pool import LayerCache
 from bicl.ops.cuda import library
+
+if TYPE_CHECKING:
+    from bicl.attention.pool import LayerCache
 
 __all__ = ["store_kv"]
 
