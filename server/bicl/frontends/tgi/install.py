@@ -13,7 +13,7 @@ from pathlib import Path
 from bicl.errors import ConfigError
 from bicl.frontends.tgi.upstream import Release, identify, read_upstream
 
-__all__ = ["find_patches", "install", "main", "uninstall", "verify"]
+__all__ = ["find_patches", "install", "main", "uninstall", "verify", "verify_files"]
 
 PACKAGE = "text_generation_server"
 START = "bicl_tgi_start"
@@ -67,6 +67,12 @@ def verify(site: Path, patches: Path, package: Path) -> Release:
     Raises:
         ConfigError: naming the file.
     """
+    verify_files(site, patches)
+    return identify(package, read_upstream(site / FOLDER / "UPSTREAM"))
+
+
+def verify_files(site: Path, patches: Path) -> None:
+    """Check that the overlay in ``site`` is whole; raises ConfigError naming the file."""
     pth = site / f"{START}.pth"
     if not pth.is_file() or pth.read_text() != PTH_LINE:
         raise ConfigError(f"{pth} is missing or altered; install again")
@@ -75,7 +81,6 @@ def verify(site: Path, patches: Path, package: Path) -> Release:
     for source, copy in pairs:
         if not copy.is_file() or not filecmp.cmp(source, copy, shallow=False):
             raise ConfigError(f"{copy} is missing or differs from {source}; install again")
-    return identify(package, read_upstream(site / FOLDER / "UPSTREAM"))
 
 
 def _find_package(given: Path | None) -> Path:

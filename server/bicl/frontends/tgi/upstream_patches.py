@@ -93,6 +93,8 @@ def _check_model(model: Any, release: Release) -> None:
     from text_generation_server.models.vlm_causal_lm import VlmCausalLM
     from text_generation_server.utils.speculate import get_speculate
 
+    from bicl.frontends.tgi.probe import try_pages
+
     kind = type(model).__name__
     if not isinstance(model, FlashCausalLM):
         raise ConfigError(
@@ -105,6 +107,7 @@ def _check_model(model: Any, release: Release) -> None:
             "text-generation-inference then computes wrong slots across pages; start without "
             "--speculate"
         )
+    try_pages(model)
     window = getattr(model, "sliding_window", None)
     if window is not None and window > 0 and not release.windows:
         raise ConfigError(

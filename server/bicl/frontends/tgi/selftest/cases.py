@@ -19,7 +19,7 @@ class Bench:
     shards: Shards
     router: Router
     model: Model
-    new_tokens: int = 20
+    new_tokens: int = 12
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
         chooser = random.Random(f"{length}/{seed}")

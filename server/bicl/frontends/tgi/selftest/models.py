@@ -51,9 +51,9 @@ class Model:
         self.path = path
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         options = {} if window is None else {"sliding_window": window + 1}
-        self._model = AutoModelForCausalLM.from_pretrained(
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
             path, torch_dtype=torch.float32, attn_implementation="eager", **options
-        ).eval()
+        )  # in eval mode
         self._recompute = window is not None
         self.vocab_size = self._model.config.vocab_size
 
@@ -107,12 +107,13 @@ def _write_random(spec: ModelSpec, path: Path) -> None:
         "initializer_range": 0.15,
     }
     config = CONFIG_MAPPING[spec.model_type](**(common | spec.options))
-    model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32)
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config, torch_dtype=torch.float32)
     model.save_pretrained(path)
     _word_tokenizer().save_pretrained(path)
 
 
-def _word_tokenizer() -> PreTrainedTokenizerFast:
+def _word_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
@@ -120,7 +121,8 @@ def _word_tokenizer() -> PreTrainedTokenizerFast:
     words |= {f"w{i}": i for i in range(len(special), VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
+    factory: Any = PreTrainedTokenizerFast
+    return factory(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",

@@ -33,9 +33,10 @@ class Router:
         self.shards, self.model, self.page_size = shards, model, page_size
         self._free = list(range(1, num_tokens // page_size))
         random.Random(5).shuffle(self._free)
-        self.speculate = shards.info().speculate
+        info = shards.info()
+        self.speculate, self._joins_in_prefill = info.speculate, info.support_chunking
         self.running: dict[int, Sequence] = {}
-        self._batch: Any = None
+        self._batches: list[Any] = []
         self._next_id = 1
 
     def sequence(
@@ -53,10 +54,8 @@ class Router:
         """Give back all pages but the first ``keep``; they are handed out again at once."""
         self._free += [p for p in reversed(sequence.pages[keep:]) if p not in self._free]
 
-    def prefill(
-        self, *sequences: Sequence, cached: int = 0, chunk: int | None = None, join: bool = True
-    ) -> None:
-        """Send new requests, beside the running batch if there is one.
+    def prefill(self, *sequences: Sequence, cached: int = 0, chunk: int | None = None) -> None:
+        """Send new requests; they join the running batch, if there is one, now or in decode.
 
         Args:
             cached: tokens claimed to be in the first pages.
@@ -65,12 +64,15 @@ class Router:
         requests = [self._request(s, cached, chunk) for s in sequences]
         for sequence in sequences:
             self.running[sequence.id] = sequence
-        before = self._batch if join else None
+        before = None
+        if self._joins_in_prefill and self._batches:
+            before = self._batches.pop()
         self._take(self.shards.prefill(self._batch_id(), requests, before))
 
     def decode(self, steps: int = 1) -> None:
         for _ in range(steps):
-            self._take(self.shards.decode([self._batch]))
+            batches, self._batches = self._batches, []
+            self._take(self.shards.decode(batches))
 
     def finish(self) -> None:
         """Decode until every request has ended."""
@@ -94,7 +96,8 @@ class Router:
         self.shards.prefill(self._batch_id(), [request])
 
     def _take(self, answer: Answer) -> None:
-        self._batch = answer.batch
+        if answer.batch is not None:
+            self._batches.append(answer.batch)
         for request_id, tokens in answer.tokens.items():
             sequence = self.running[request_id]
             sequence.tokens += tokens
@@ -105,11 +108,17 @@ class Router:
             self._shrink()
 
     def _shrink(self) -> None:
+        """Drop the rows that have ended or were cancelled."""
         if not self.running:
             self.shards.clear()
-            self._batch = None
-        elif self._batch is not None and len(self._batch.request_ids) != len(self.running):
-            self._batch = self.shards.filter(self._batch, self.running)
+            self._batches = []
+        batches, self._batches = self._batches, []
+        for batch in batches:
+            keep = [i for i in batch.request_ids if i in self.running]
+            if len(keep) == len(batch.request_ids):
+                self._batches.append(batch)
+            elif keep:
+                self._batches.append(self.shards.filter(batch, keep))
 
     def _batch_id(self) -> int:
         self._next_id += 1

@@ -22,7 +22,6 @@ CHUNKING = (
     "chunked_prompt_beside_a_decoding_row",
     "prefix_cancelled_between_chunks",
 )
-JOINING = ("joining_a_decoding_batch", "cancelling_a_row")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Scenario:
     environment: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1
     without: tuple[str, ...] = ()
-    new_tokens: int = 20
+    new_tokens: int = 12
 
     @property
     def cases(self) -> dict[str, Callable[[Bench], None]]:
@@ -55,7 +54,7 @@ SCENARIOS = {
     "llama-speculate2": Scenario("llama", ("--speculate", "2"), without=CHUNKING),
     "llama-tp2": Scenario("llama", world_size=2),
     "qwen2": Scenario("qwen2"),
-    "qwen3": Scenario("qwen3", without=CHUNKING + JOINING),
+    "qwen3": Scenario("qwen3", without=CHUNKING),
     "mistral-window": Scenario("mistral-window"),
     "gemma2-window": Scenario("gemma2-window"),
     "phi3-head96": Scenario("phi3-head96"),

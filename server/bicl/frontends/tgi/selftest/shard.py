@@ -150,7 +150,7 @@ class Shards:
                 max_total_tokens=total_tokens,
             ),
         )
-        return min(answer.max_supported_total_tokens for answer in answers)
+        return min(int(answer.max_supported_total_tokens) for answer in answers)
 
     def prefill(self, batch_id: int, requests: list[Any], cached: Any = None) -> Answer:
         batch = pb.Batch(id=batch_id, requests=requests, size=len(requests))

@@ -1,0 +1,3 @@
+from bicl.launcher.main import main
+
+main()

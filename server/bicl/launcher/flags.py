@@ -1,0 +1,140 @@
+"""Our flags beside TGI's: what they are, and how a command line is divided between the two."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bicl.errors import ConfigError
+
+__all__ = ["OUR_FLAGS", "CommandLine", "Flag", "describe_flags", "split"]
+
+UNTIL_IT_EXISTS = "is not part of this release; leave it out"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One of our flags.
+
+    Attributes:
+        choices: allowed values; empty for a switch.
+        env: the variable that carries the value to the shards, and may set it.
+        help: one sentence.
+        refused: why it cannot be used yet; empty if it can.
+    """
+
+    name: str
+    help: str
+    choices: tuple[str, ...] = ()
+    env: str = ""
+    refused: str = ""
+
+
+OUR_FLAGS = (
+    Flag(
+        "--flash-attn-version",
+        "3: attention over BICL pages. 2: text-generation-inference's own, without BICL. "
+        "Default: 3.",
+        ("2", "3"),
+    ),
+    Flag(
+        "--block-size",
+        "Tokens a page. auto: 64; 32 where 64 would pad the head dimension and 32 would not, or "
+        "for requests of at most 256 tokens. Default: auto.",
+        ("32", "64", "auto"),
+        "BICL_BLOCK_SIZE",
+    ),
+    Flag(
+        "--deterministic",
+        "Attention that does not depend on who shares the batch; a few percent slower.",
+        env="BICL_DETERMINISTIC",
+    ),
+    Flag("--enable-hysparse", "", refused="HySparse"),
+    Flag("--hysparse-sparsity-ratio", "", ("any",), refused="HySparse"),
+    Flag("--cache-tiers", "", ("any",), refused="the host and disk tiers"),
+    Flag("--host-cache-memory", "", ("any",), refused="the host tier"),
+    Flag("--disk-cache-memory", "", ("any",), refused="the disk tier"),
+    Flag("--disk-cache-path", "", ("any",), refused="the disk tier"),
+)
+_BY_NAME = {flag.name: flag for flag in OUR_FLAGS}
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line, divided.
+
+    Attributes:
+        ours: value of each of our flags that was given.
+        theirs: what the real launcher gets, untouched and in order.
+        environ: in which TGI's launcher finds what the command line does not say.
+    """
+
+    ours: Mapping[str, str]
+    theirs: tuple[str, ...]
+    environ: Mapping[str, str]
+
+    def our(self, name: str, default: str = "") -> str:
+        """A flag's value; the environment's where the command line is silent."""
+        found = self.ours.get(name)
+        if found is not None:
+            return found
+        env = _BY_NAME[name].env
+        return self.environ.get(env, default) if env else default
+
+    def their(self, name: str) -> str | None:
+        """The value that TGI's launcher will see for one of its flags, by its own rules."""
+        for i, word in enumerate(self.theirs):
+            if word.startswith(f"{name}="):
+                return word.partition("=")[2]
+            if word == name:
+                following = self.theirs[i + 1 : i + 2]
+                return following[0] if following and not following[0].startswith("-") else ""
+        return self.environ.get(name.removeprefix("--").replace("-", "_").upper())
+
+
+def split(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> CommandLine:
+    """Take our flags out of a command line.
+
+    Raises:
+        ConfigError: a value is missing or not allowed, or a flag's feature does not exist yet.
+    """
+    ours: dict[str, str] = {}
+    theirs: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        name, has_value, value = word.partition("=")
+        flag = _BY_NAME.get(name)
+        if flag is None:
+            theirs.append(word)
+            continue
+        if flag.refused:
+            raise ConfigError(f"{name}: {flag.refused} {UNTIL_IT_EXISTS}")
+        if flag.choices and not has_value:
+            value = next(words, "")
+        if not flag.choices and not has_value:
+            value = "true"
+        ours[name] = _checked(flag, value)
+    return CommandLine(ours, tuple(theirs), environ)
+
+
+def _checked(flag: Flag, value: str) -> str:
+    allowed = flag.choices or ("true", "false")
+    if value not in allowed:
+        raise ConfigError(f"{flag.name} {value!r} is not supported; use one of {list(allowed)}")
+    return value
+
+
+def describe_flags() -> str:
+    """Help text of our flags."""
+    lines = ["BICL's own options (in front of text-generation-launcher):", ""]
+    for flag in OUR_FLAGS:
+        if flag.refused:
+            continue
+        values = f" <{'|'.join(flag.choices)}>" if flag.choices else ""
+        env = f" [env: {flag.env}]" if flag.env else ""
+        lines += [f"      {flag.name}{values}", f"          {flag.help}{env}", ""]
+    lines.append(
+        "      BICL_DISABLE=1 in the environment starts text-generation-inference as it is."
+    )
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""Checks first, then becomes the real launcher: same process, same signals, same exit codes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from bicl.errors import BiclError, ConfigError
+from bicl.hardware import find_gpus, is_jetson, judge
+from bicl.launcher.flags import CommandLine, describe_flags, split
+from bicl.launcher.model_config import ModelConfig, read_model_config
+from bicl.launcher.plan import plan_launch
+
+__all__ = ["main"]
+
+UPSTREAM = "text-generation-launcher-upstream"
+NAME = "text-generation-launcher"
+EXIT_USAGE = 2
+PASSED_THROUGH = {"-V", "--version", "-e", "--env"}
+
+
+def main() -> NoReturn:
+    """Entry point of ``text-generation-launcher`` in the image."""
+    try:
+        _launch(sys.argv[1:], dict(os.environ))
+    except (BiclError, OSError) as error:
+        _say(str(error))
+        sys.exit(EXIT_USAGE)
+
+
+def _launch(arguments: list[str], environ: dict[str, str]) -> NoReturn:
+    program = _find_launcher(environ)
+    if {"-h", "--help"} & set(arguments):
+        code = subprocess.run([program, "--help"], check=False).returncode
+        print(f"\n{describe_flags()}", flush=True)
+        sys.exit(code)
+    if PASSED_THROUGH & set(arguments):
+        os.execve(program, [NAME, *arguments], environ)
+    line = split(arguments, environ)
+    launch = plan_launch(line, _model(line), judge(find_gpus(environ), jetson=is_jetson()))
+    if "BICL_DISABLE" not in launch.environment:
+        _check_installed(environ)
+    for note in launch.notes:
+        _say(note)
+    os.execve(program, [NAME, *launch.arguments], environ | launch.environment)
+
+
+def _find_launcher(environ: Mapping[str, str]) -> str:
+    """The real launcher: under its new name, or the first of its old name that is not us."""
+    path = environ.get("PATH", os.defpath)
+    if found := shutil.which(UPSTREAM, path=path):
+        return found
+    ourselves = os.path.realpath(sys.argv[0])
+    for folder in path.split(os.pathsep):
+        found = shutil.which(NAME, path=folder)
+        if found and os.path.realpath(found) != ourselves:
+            return found
+    raise ConfigError(
+        f"neither {UPSTREAM} nor another {NAME} is on PATH; this command belongs into an image of "
+        "text-generation-inference (without one, use `bicl serve`)"
+    )
+
+
+def _model(line: CommandLine) -> ModelConfig | None:
+    model_id = line.their("--model-id")
+    if not model_id:
+        return None
+    cache = line.their("--huggingface-hub-cache")
+    try:
+        return read_model_config(model_id, line.their("--revision"), cache)
+    except (OSError, ValueError, ImportError) as error:
+        _say(f"config.json of {model_id} could not be read ({error}); the shard checks the model")
+        return None
+
+
+def _check_installed(environ: Mapping[str, str]) -> None:
+    """Without its hook TGI would start as usual, and nobody would notice."""
+    from bicl.frontends.tgi.install import find_patches, verify_files
+
+    site = Path(environ.get("BICL_SITE_PACKAGES") or sysconfig.get_path("purelib"))
+    verify_files(site, find_patches())
+
+
+def _say(text: str) -> None:
+    print(f"bicl: {text}", file=sys.stderr, flush=True)
