@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny_models import tiny_loaded
+from support.tiny_models import tiny_loaded
 
 from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
 

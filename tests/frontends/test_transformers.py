@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny_models import FAMILIES, tiny_model
+from support.tiny_models import FAMILIES, tiny_model
 
 from bicl.attention.backend import make_backend
 from bicl.attention.metadata import AttentionMetadata
@@ -189,7 +189,7 @@ def test_registration_is_explicit_and_reversible() -> None:
 )
 def test_models_that_pages_cannot_serve_are_refused_by_name(model_type, options, reason) -> None:
     """(A9, A45, A48)"""
-    from tiny_models import COMMON
+    from support.tiny_models import COMMON
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

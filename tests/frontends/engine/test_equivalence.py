@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_support import (
+from support.driving import (
     assert_same_greedy,
     generate,
     greedy_reference,

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from engine_support import generate, plain_twin, request, running
+from support.driving import generate, plain_twin, request, running
 
 from bicl.errors import InvalidInputError
 from bicl.frontends.http.request import Grammar, GrammarKind, RequestFailed

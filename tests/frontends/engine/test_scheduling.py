@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_support import collect, generate, request, run_steps, running, stepped
+from support.driving import collect, generate, request, run_steps, running, stepped
 
 from bicl.errors import CapacityError, InvalidInputError, OverloadedError
 from bicl.frontends.http.request import RequestDone, RequestFailed

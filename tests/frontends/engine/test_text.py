@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import byte_tokenizer
+from support.tiny_models import byte_tokenizer
 
 from bicl.frontends.http.engine.text import Detokenizer, StopCheck
 from bicl.frontends.http.request import FinishReason, GenerationParams
