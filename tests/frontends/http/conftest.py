@@ -6,31 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from byte_tokenizer import build_tokenizer
 from fake_engine import FakeEngine
 from live import bicl_serve
 from starlette.testclient import TestClient
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from bicl.config import ServerConfig
 from bicl.frontends.http.app import create_app
 from bicl.frontends.http.assembly import assemble
-
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {character: index for index, character in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend)
-    fast.chat_template = TEMPLATE
-    return fast
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 
 import uvicorn
-from conftest import build_tokenizer
+from byte_tokenizer import build_tokenizer
 from fake_engine import FakeEngine
 
 from bicl.config import ServerConfig

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from bicl.frontends.http.body import BodyError, answer_body_error, answer_wrong_shape
 from bicl.frontends.http.errors import WireError, answer_wire_error
-from bicl.frontends.http.routes import chat, completions, generate, ops
+from bicl.frontends.http.routes import chat, cloud, completions, generate, ops
 from bicl.frontends.http.server_state import WIRE_VERSION, ServerState
 
 __all__ = ["create_app"]
@@ -39,7 +39,14 @@ def create_app(server: ServerState) -> FastAPI:
     )
     app.state.server = server
     guarded = [Depends(_require_key)] if server.config.api_key else []
-    for router in (generate.router, chat.router, completions.router, ops.tokenize_router):
+    guarded_routers = (
+        generate.router,
+        chat.router,
+        completions.router,
+        cloud.router,
+        ops.tokenize_router,
+    )
+    for router in guarded_routers:
         app.include_router(router, dependencies=guarded)
     app.include_router(chat.tokenize_router)
     app.include_router(ops.router)
