@@ -168,6 +168,23 @@ def test_openai_chat_with_logprobs_and_cached_tokens(chat: openai.OpenAI) -> Non
     assert 0 < cached < answer.usage.prompt_tokens
 
 
+def test_openai_second_turn_reuses_the_first_ones_answer(chat: openai.OpenAI) -> None:
+    """(A75)"""
+    messages = [{"role": "user", "content": "List three rivers of Europe in one sentence."}]
+
+    def ask():
+        return chat.chat.completions.create(
+            model="tgi", messages=messages, max_tokens=40, temperature=0
+        )
+
+    first = ask()
+    messages.append({"role": "assistant", "content": first.choices[0].message.content})
+    messages.append({"role": "user", "content": "Which is the longest?"})
+    second = ask().usage
+    answered = first.usage.total_tokens
+    assert second.prompt_tokens_details.cached_tokens >= answered - 2
+
+
 def test_openai_chat_streamed_with_usage(chat: openai.OpenAI) -> None:
     stream = chat.chat.completions.create(
         model="tgi",

@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,11 @@ def serve(config: ServerConfig) -> None:
         ConfigError: the model or a setting cannot work.
     """
     _configure_logging(config.json_output)
-    listener = _bind(config.hostname, config.port)
+    with closing(_bind(config.hostname, config.port)) as listener:
+        _serve_on(listener, config)
+
+
+def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
     with _timed(f"loading {config.model_id}"):
         loaded = _load(config)
     config = config.resolve(loaded.max_position)
@@ -63,6 +67,8 @@ def serve(config: ServerConfig) -> None:
             engine.start()
         facts = _facts(config, loaded, engine, engine_config)
         state = assemble(config, engine, loaded.tokenizer, facts, metrics)
+        with _binding(config.hostname, config.port):
+            listener.listen()
         log.info(
             "serving %s on http://%s:%d (API: /docs)", facts.model_id, *listener.getsockname()[:2]
         )
@@ -182,8 +188,12 @@ def _bind(hostname: str, port: int) -> socket.socket:
             hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
     return listener
 
 

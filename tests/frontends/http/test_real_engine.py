@@ -1,0 +1,183 @@
+"""The wire on the real engine: same tokens as transformers, pages accounted for, reuse reported."""
+
+import json
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from live import Live, serve_in_thread, wait_until
+from starlette.testclient import TestClient
+from support.driving import assert_same_greedy, greedy_reference, plain_twin, running
+from test_disconnects import REQUESTS, send
+from test_validation import RULES
+
+from bicl.config import ServerConfig
+from bicl.frontends.http.app import create_app
+from bicl.frontends.http.assembly import assemble
+from bicl.frontends.http.engine import Engine, EngineConfig
+from bicl.metrics import ServerMetrics
+
+TOTAL = 512
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny) -> Iterator[Engine]:
+    """On leaving, every page must be back (`running` proves it)."""
+    with running(tiny, max_total_tokens=TOTAL, max_batch_size=8, num_pages=40) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def app(engine, tiny):
+    config = ServerConfig(model_id="tiny", max_total_tokens=TOTAL).resolve(TOTAL)
+    tiny.tokenizer.chat_template = CHAT
+    return create_app(assemble(config, engine, tiny.tokenizer))
+
+
+@pytest.fixture(scope="module")
+def client(app) -> Iterator[TestClient]:
+    with TestClient(app) as client:
+        yield client
+
+
+def ids(response: httpx.Response) -> list[int]:
+    return [token["id"] for token in response.json()["details"]["tokens"]]
+
+
+def generate(client: TestClient, text: str, **parameters: object) -> httpx.Response:
+    parameters = {"details": True, "max_new_tokens": 8, **parameters}
+    return client.post("/generate", json={"inputs": text, "parameters": parameters})
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 130, 400])
+def test_greedy_tokens_equal_transformers_cold_and_warm(client, engine, tiny, length) -> None:
+    text = "the quick brown fox jumps over the lazy dog, " * 10
+    prompt = tiny.tokenizer(text).input_ids[-length:]
+    reference = greedy_reference(plain_twin(tiny), prompt, 8)
+    engine.flush_cache()
+    cold = generate(client, text, truncate=length)
+    warm = generate(client, text, truncate=length)
+    for response in (cold, warm):
+        got = ids(response)
+        assert_same_greedy(got, reference[0][: len(got)], reference[1][: len(got)])
+    assert ids(cold) == ids(warm)
+    assert cold.headers["x-cached-tokens"] == "0"
+    assert warm.json()["details"]["cached_tokens"] == int(warm.headers["x-cached-tokens"])
+    assert length < 64 or int(warm.headers["x-cached-tokens"]) >= length // 64 * 64 - 1
+
+
+def test_a_stream_gives_the_same_tokens_as_one_answer(client) -> None:
+    body = {"inputs": "hello there", "parameters": {"max_new_tokens": 9, "details": True}}
+    whole = client.post("/generate", json=body).json()
+    text = client.post("/generate_stream", json=body).text
+    events = [json.loads(block[6:]) for block in text.split("\n\n") if block]
+    tokens = [event["token"] for event in events]
+    assert [token["id"] for token in tokens] == [t["id"] for t in whole["details"]["tokens"]]
+    assert events[-1]["generated_text"] == whole["generated_text"]
+    assert all(event["generated_text"] is None for event in events[:-1])
+
+
+def test_prefill_details_name_every_prompt_token(client) -> None:
+    details = generate(client, "hello", decoder_input_details=True).json()["details"]
+    assert "".join(token["text"] for token in details["prefill"]) == "hello"
+    assert [token["logprob"] is None for token in details["prefill"]] == [True] + [False] * 4
+
+
+def test_tenants_do_not_share_pages(client, engine) -> None:
+    """(A16)"""
+    engine.flush_cache()
+    body = {"inputs": "secret " * 30, "parameters": {"max_new_tokens": 1}}
+
+    def cached(salt: str) -> int:
+        response = client.post("/generate", json=body, headers={"x-bicl-cache-salt": salt})
+        return int(response.headers["x-cached-tokens"])
+
+    assert [cached("a"), cached("b"), cached("")] == [0, 0, 0]
+    assert cached("a") > 100
+
+
+# Rules that do not depend on the length limits, which differ here.
+BAD = [
+    parameters for parameters, message in RULES if " 100" not in message and "120" not in message
+]
+
+
+@pytest.mark.parametrize("parameters", BAD)
+def test_bad_input_leaves_pages_untouched(client, engine, parameters) -> None:
+    """(A62)"""
+    before = engine.snapshot()
+    response = client.post("/generate", json={"inputs": "hello", "parameters": parameters})
+    after = engine.snapshot()
+    assert response.status_code == 422
+    assert (after.pages_in_use, after.pages_free) == (before.pages_in_use, before.pages_free)
+    assert after.prefilled_tokens == before.prefilled_tokens
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("grammar", ["(", "[", "a{5,2}", "(?P<x>"])
+def test_a_regex_that_does_not_compile_is_422(client, engine, grammar) -> None:
+    response = generate(client, "a", grammar={"type": "regex", "value": grammar})
+    assert response.status_code == 422
+    assert response.json()["error_type"] == "validation"
+    assert engine.snapshot().batch_size == 0
+
+
+def test_a_prompt_that_can_never_fit_is_refused_while_others_run(client) -> None:
+    """(A34)"""
+    threads = [
+        threading.Thread(target=generate, args=(client, f"request {n}"), kwargs={"seed": n})
+        for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    assert generate(client, "x" * 600).status_code == 422
+    for thread in threads:
+        thread.join()
+    assert generate(client, "small").status_code == 200
+
+
+def test_the_engines_steps_reach_tgis_metrics(tiny) -> None:
+    """(A69)"""
+    metrics = ServerMetrics(TOTAL - 1, TOTAL)
+    config = ServerConfig(model_id="tiny", max_total_tokens=TOTAL).resolve(TOTAL)
+    sizes = EngineConfig(max_total_tokens=TOTAL, max_batch_size=4, num_pages=16)
+    engine = Engine(tiny, sizes, observer=metrics).start()
+    try:
+        state = assemble(config, engine, tiny.tokenizer, metrics=metrics)
+        with TestClient(create_app(state)) as client:
+            assert generate(client, "hello", max_new_tokens=3, seed=1).status_code == 200
+            found = {}
+            for line in client.get("/metrics").text.splitlines():
+                if line[0] != "#":
+                    name, value = line.rsplit(" ", 1)
+                    found[name] = float(value)
+    finally:
+        engine.stop()
+    assert found['tgi_batch_inference_count{method="prefill"}'] == 1
+    assert found['tgi_batch_inference_success{method="prefill"}'] == 1
+    assert found['tgi_batch_forward_duration_count{method="prefill"}'] == 1
+    assert found["tgi_batch_next_size_count"] == 1
+    assert found["bicl_prefilled_tokens_total"] == 5
+    assert found["bicl_prefix_queried_tokens_total"] >= 4
+    assert found["tgi_request_success"] == 1
+    assert found["tgi_request_queue_duration_count"] == 1
+
+
+@pytest.fixture
+def live(app) -> Iterator[Live]:
+    with serve_in_thread(app) as live:
+        yield live
+
+
+@pytest.mark.parametrize(("route", "body"), REQUESTS)
+def test_a_client_that_leaves_frees_its_pages(live, engine, route, body) -> None:
+    """(A30, A31)"""
+    body = json.loads(json.dumps(body).replace("1000", "400"))
+    connection = send(live, route, body)
+    connection.close()
+    wait_until(lambda: engine.snapshot().batch_size == 0, timeout=20)
+    wait_until(lambda: engine.snapshot().queue_size == 0, timeout=20)
+    assert engine.snapshot().pages_in_use == 0
+    engine.check_integrity()
