@@ -1,18 +1,27 @@
-// Every kernel instance is compiled in a unit of its own, see instances.py.
+// The kernels that were compiled in: each instantiation registers its launcher.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include "params.h"
 
 namespace bicl::prefill {
 
-namespace sm90 {
-template <typename E, int D>
-void run(const PrefillParams& params, int num_ctas, cudaStream_t stream);
-}
+enum class Family { kSm90, kMma };
 
-namespace mma {
-template <typename E, typename KV, int D>
-void run(const PrefillParams& params, cudaStream_t stream);
-}
+using Launcher = void (*)(const PrefillParams& params, int num_ctas, cudaStream_t stream);
+
+struct Variant {
+  Family family;
+  DType query;
+  DType stored;
+  int padded_head_dim;
+};
+
+void register_launcher(const Variant& variant, Launcher launcher);
+
+struct Registration {
+  Registration(const Variant& variant, Launcher launcher) { register_launcher(variant, launcher); }
+};
 
 }  // namespace bicl::prefill

@@ -15,6 +15,13 @@ constexpr float kFirstMax = -1e30f;  // finite: a fully masked row needs no spec
 // sums are float32, so nothing is lost, and most blocks skip the multiplies.
 constexpr float kLazyLog2 = 8.f;
 
+// Not volatile, so that it may be scheduled among the packing of earlier results.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // A row of a tile as (token, query head), and the keys it sees.
 struct RowPlace {
   int token;  // within the sequence
@@ -68,7 +75,7 @@ struct ScoreScale {
 
 // tanh to float32 rounding: tanh.approx is off by 2^-11, which a cap of 50 would make 0.02 in a logit.
 __device__ __forceinline__ float tanh_exact(float x) {
-  const float e = ptx::exp2_approx(2.f * kLog2e * x);
+  const float e = ptx::exp2_approx(2.f * kLog2e * x);  // volatile: 64 of these at once cost registers
   return 1.f - __fdividef(2.f, e + 1.f);
 }
 
@@ -112,7 +119,7 @@ struct Softmax {
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
       const bool moves = m > max[i] + lazy;
-      factor[i] = moves ? ptx::exp2_approx((max[i] - m) * log2_scale) : 1.f;
+      factor[i] = moves ? exp2_fast((max[i] - m) * log2_scale) : 1.f;
       max[i] = moves ? m : max[i];
       const float scaled_max = max[i] * log2_scale;
       float sum0 = 0.f, sum1 = 0.f;
@@ -120,8 +127,8 @@ struct Softmax {
       for (int n = 0; n < N / 4; ++n) {
         float& a = s[4 * n + 2 * i];
         float& b = s[4 * n + 2 * i + 1];
-        a = ptx::exp2_approx(__fmaf_rn(a, log2_scale, -scaled_max));
-        b = ptx::exp2_approx(__fmaf_rn(b, log2_scale, -scaled_max));
+        a = exp2_fast(__fmaf_rn(a, log2_scale, -scaled_max));
+        b = exp2_fast(__fmaf_rn(b, log2_scale, -scaled_max));
         sum0 += a;
         sum1 += b;
       }

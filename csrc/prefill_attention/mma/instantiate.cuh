@@ -7,7 +7,7 @@
 namespace bicl::prefill::mma {
 
 template <typename E, typename KV, int D>
-void run(const PrefillParams& p, cudaStream_t stream) {
+void run(const PrefillParams& p, int, cudaStream_t stream) {
   // Cheap beside a launch, and right on every device of the process.
   BICL_CUDA_CHECK(cudaFuncSetAttribute(kernel<E, KV, D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        Config<D>::kSharedBytes));
@@ -21,3 +21,8 @@ void run(const PrefillParams& p, cudaStream_t stream) {
 }
 
 }  // namespace bicl::prefill::mma
+
+// One line makes one kernel: BICL_PREFILL_MMA(__half, kFloat16, __nv_fp8_e4m3, kFloat8E4M3, 128)
+#define BICL_PREFILL_MMA(E, dtype, KV, stored, D)                                                     \
+  static const bicl::prefill::Registration registration_##dtype##_##stored##_##D(                     \
+      {bicl::prefill::Family::kMma, bicl::DType::dtype, bicl::DType::stored, D}, bicl::prefill::mma::run<E, KV, D>);

@@ -17,7 +17,8 @@ struct Config {
   static constexpr int kBytes = kKeys * D * 2;         // one stage of K or V; also Q
   // D = 256 with two stages would not fit the 99 KB of sm_86 and sm_89.
   static constexpr int kStages = D > 128 ? 1 : 2;
-  static constexpr int kSharedBytes = kBytes * (1 + 2 * kStages);
+  static constexpr int kMapOffset = kBytes * (1 + 2 * kStages);
+  static constexpr int kSharedBytes = kMapOffset + 2 * 8 * (D / 8) * 4;  // KeyMap of 16-bit elements
 };
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a [D / kTile][64][kTile] image.
@@ -28,43 +29,90 @@ __device__ __forceinline__ int image_offset(int row, int chunk) {
          swizzle_chunk(row, chunk % kChunks, kRowBytes) * 16;
 }
 
-template <typename E, typename KV, int D>
-__device__ __forceinline__ void load_keys(const PrefillParams& p, const PrefillTile& tile, int head, int plane,
-                                          int block, uint32_t target, char* target_generic) {
-  constexpr int kChunks = D * int(sizeof(KV)) / 16;
+// Where a block's 16-byte chunks lie in the pool. A page is cut in halves of 32 tokens: a half lies in one page
+// and one token tile whatever their sizes, so what remains is a table that never changes.
+template <typename KV, int D>
+struct KeyMap {
+  static constexpr int kChunks = D * int(sizeof(KV)) / 16;
+  int offset[2][8][kChunks];  // bytes within a plane: [half][row % 8][chunk]
+
+  __device__ __forceinline__ void fill(const Pages& pages) {
+    for (int i = threadIdx.x; i < 2 * 8 * kChunks; i += kThreads) {
+      const int chunk = i % kChunks, row = i / kChunks % 8, half = i / (8 * kChunks);
+      const int token = half * 32 % pages.page_size + row;
+      offset[half][row][chunk] =
+          plane_chunk_offset(token, chunk, pages.page_size, pages.tile, D, int(sizeof(KV)));
+    }
+  }
+};
+
+// The two halves' page ids of one block of keys; 0 where there is none.
+__device__ __forceinline__ int2 read_page_ids(const PrefillParams& p, const PrefillTile& tile, int block) {
   const int32_t* table = p.sequences.page_table + tile.sequence * p.sequences.page_table_stride;
-  const char* pool = static_cast<const char*>(p.pages.data);
-  const int page_shift = p.pages.page_size == 64 ? 6 : 5;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kKeys * kChunks; i += kThreads) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    const int key = block * kKeys + row;
-    const bool valid = key < tile.key_len;
-    const char* source = pool;
-    if (valid)
-      source += chunk_offset(p.pages, table[key >> page_shift], key & (p.pages.page_size - 1), head, plane, chunk);
-    if constexpr (sizeof(KV) == 2) {
-      ptx::cp_async_16(target + image_offset<D>(row, chunk), source, valid);
-    } else {
-      const uint4 raw = valid ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
-      const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-      uint32_t wide[8];
+  const int key = block * kKeys, shift = p.pages.page_size == 64 ? 6 : 5;
+  return {key >= 0 && key < tile.key_len ? __ldg(table + (key >> shift)) : 0,
+          key >= 0 && key + 32 < tile.key_len ? __ldg(table + ((key + 32) >> shift)) : 0};
+}
+
+template <typename E, typename KV>
+__device__ __forceinline__ void widen(const uint4& raw, uint4 (&wide)[2]) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+  uint32_t out[8];
 #pragma unroll
-      for (int w = 0; w < 8; ++w) {
-        const auto two = static_cast<__nv_fp8x2_storage_t>(words[w / 2] >> (16 * (w & 1)));
-        constexpr auto kKind = std::is_same_v<KV, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
-        const __half2 half = __half2(__nv_cvt_fp8x2_to_halfraw2(two, kKind));
-        if constexpr (std::is_same_v<E, __half>) {
-          wide[w] = reinterpret_cast<const uint32_t&>(half);
-        } else {
-          const float2 f = __half22float2(half);
-          wide[w] = ptx::pack(f.x, f.y, E{});
-        }
+  for (int i = 0; i < 8; ++i) {
+    constexpr auto kKind = std::is_same_v<KV, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
+    const auto two = static_cast<__nv_fp8x2_storage_t>(words[i / 2] >> (16 * (i & 1)));
+    const __half2 half = __half2(__nv_cvt_fp8x2_to_halfraw2(two, kKind));
+    if constexpr (std::is_same_v<E, __half>) {
+      out[i] = reinterpret_cast<const uint32_t&>(half);
+    } else {
+      const float2 f = __half22float2(half);
+      out[i] = ptx::pack(f.x, f.y, E{});
+    }
+  }
+  wide[0] = make_uint4(out[0], out[1], out[2], out[3]);
+  wide[1] = make_uint4(out[4], out[5], out[6], out[7]);
+}
+
+// K (plane 0) or V (plane 1) of one block to an image in shared memory; rows beyond the keys become zeros.
+template <typename E, typename KV, int D>
+__device__ __forceinline__ void load_keys(const PrefillParams& p, const PrefillTile& tile, const KeyMap<KV, D>& map,
+                                          int head, int plane, int block, int2 ids, char* target) {
+  constexpr int kChunks = KeyMap<KV, D>::kChunks;
+  constexpr int kBatch = 4;  // loads in flight a thread
+  const char* plane_base = static_cast<const char*>(p.pages.data) + plane * plane_bytes(p.pages);
+  const char* low = plane_base + head_page_offset(p.pages, ids.x, head);
+  const char* high = plane_base + head_page_offset(p.pages, ids.y, head);
+  const int rows = tile.key_len - block * kKeys;
+  const int eight_rows = 8 * p.pages.tile * int(sizeof(KV));
+  auto source_of = [&](int i) {
+    const int row = i / kChunks, chunk = i % kChunks, half = row / 32;
+    return (half == 0 ? low : high) + map.offset[half][row % 8][chunk] + row % 32 / 8 * eight_rows;
+  };
+  if constexpr (sizeof(KV) == 2) {
+#pragma unroll
+    for (int i = threadIdx.x; i < kKeys * kChunks; i += kThreads)
+      ptx::cp_async_16(ptx::smem_address(target) + image_offset<D>(i / kChunks, i % kChunks), source_of(i),
+                       i / kChunks < rows);
+  } else {
+#pragma unroll 1
+    for (int first = threadIdx.x; first < kKeys * kChunks; first += kThreads * kBatch) {
+      uint4 raw[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = first + j * kThreads;
+        raw[j] = i < kKeys * kChunks && i / kChunks < rows ? __ldg(reinterpret_cast<const uint4*>(source_of(i)))
+                                                           : make_uint4(0, 0, 0, 0);
       }
-      *reinterpret_cast<uint4*>(target_generic + image_offset<D>(row, 2 * chunk)) =
-          make_uint4(wide[0], wide[1], wide[2], wide[3]);
-      *reinterpret_cast<uint4*>(target_generic + image_offset<D>(row, 2 * chunk + 1)) =
-          make_uint4(wide[4], wide[5], wide[6], wide[7]);
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = first + j * kThreads;
+        if (i >= kKeys * kChunks) break;
+        uint4 wide[2];
+        widen<E, KV>(raw[j], wide);
+        *reinterpret_cast<uint4*>(target + image_offset<D>(i / kChunks, 2 * (i % kChunks))) = wide[0];
+        *reinterpret_cast<uint4*>(target + image_offset<D>(i / kChunks, 2 * (i % kChunks) + 1)) = wide[1];
+      }
     }
   }
 }
@@ -142,9 +190,11 @@ __global__ void __launch_bounds__(kThreads) kernel(const __grid_constant__ Prefi
   const uint32_t query = ptx::smem_address(shared);
   auto key_stage = [&](int stage) { return kBytes * (1 + 2 * stage); };
   auto value_stage = [&](int stage) { return kBytes * (2 + 2 * stage); };
-  auto load = [&](int plane, int block, int stage) {
+  auto& map = *reinterpret_cast<KeyMap<KV, D>*>(shared + Config<D>::kMapOffset);
+  map.fill(p.pages);
+  auto load = [&](int plane, int block, int stage, int2 ids) {
     const int offset = plane == 0 ? key_stage(stage) : value_stage(stage);
-    load_keys<E, KV, D>(p, tile, head, plane, block, query + offset, shared + offset);
+    load_keys<E, KV, D>(p, tile, map, head, plane, block, ids, shared + offset);
   };
 
   float o[D / 2];
@@ -155,20 +205,23 @@ __global__ void __launch_bounds__(kThreads) kernel(const __grid_constant__ Prefi
   const int first = tile.block_begin * (kPrefillKeys / kKeys);
   const int last = min(tile.block_end * (kPrefillKeys / kKeys), (bounds.end + kKeys - 1) / kKeys);
   load_query<E, D>(p, tile, head, query);
-  if (first < last) load(0, last - 1, 0);
+  int2 ids = read_page_ids(p, tile, last - 1);
+  __syncthreads();  // the map
+  if (first < last) load(0, last - 1, 0, ids);
   ptx::cp_async_commit();
-  if (first < last) load(1, last - 1, 0);
+  if (first < last) load(1, last - 1, 0, ids);
   ptx::cp_async_commit();
 
   int stage = 0;
   for (int block = last - 1; block >= first; --block) {
+    ids = read_page_ids(p, tile, block - 1);
     ptx::cp_async_wait<1>();  // all but this block's V
     __syncthreads();
     float s[32];
     multiply_qk<E, D>(s, query, query + key_stage(stage));
     const int next_stage = (stage + 1) % kStages;
     if (kStages == 1) __syncthreads();  // K is overwritten below
-    if (block > first) load(0, block - 1, next_stage);
+    if (block > first) load(0, block - 1, next_stage, ids);
     ptx::cp_async_commit();
     if (scale.cap_scale != 0.f) cap_scores(s, scale.cap_scale);
     if (block * kKeys + kKeys > bounds.all_end || block * kKeys < bounds.all_begin)
@@ -182,7 +235,7 @@ __global__ void __launch_bounds__(kThreads) kernel(const __grid_constant__ Prefi
     __syncthreads();
     multiply_pv<E, D>(o, probabilities, query + value_stage(stage));
     if (kStages == 1) __syncthreads();
-    if (block > first) load(1, block - 1, next_stage);
+    if (block > first) load(1, block - 1, next_stage, ids);
     ptx::cp_async_commit();
     stage = next_stage;
   }

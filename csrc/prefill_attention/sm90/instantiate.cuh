@@ -1,4 +1,3 @@
-
 #pragma once
 
 #include "../../common/launch.h"
@@ -31,3 +30,8 @@ void run(const PrefillParams& p, int num_ctas, cudaStream_t stream) {
 }
 
 }  // namespace bicl::prefill::sm90
+
+// One line makes the kernels of one dtype and head_dim: BICL_PREFILL_SM90(__half, kFloat16, 128)
+#define BICL_PREFILL_SM90(E, dtype, D)                                                                \
+  static const bicl::prefill::Registration registration_##dtype##_##D(                                \
+      {bicl::prefill::Family::kSm90, bicl::DType::dtype, bicl::DType::dtype, D}, bicl::prefill::sm90::run<E, D>);

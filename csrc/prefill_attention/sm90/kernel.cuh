@@ -304,38 +304,54 @@ __device__ __forceinline__ void combine(const PrefillParams& p, const Assignment
   const int split = a.tile.split & 0xffff;
   const int pieces = p.plan.splits[split].pieces;
   const int counter = split * p.pages.num_kv_heads + a.head;
-  int arrived;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(p.plan.arrived + counter) : "memory");
-  } while (arrived != pieces * kConsumerWarps);
+  if (thread % 32 == 0) {
+    int arrived;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(p.plan.arrived + counter) : "memory");
+    } while (arrived != pieces * kConsumerWarps);
+  }
   __syncwarp();
 
   const int local_row = thread / 32 * 16 + thread % 32 / 4;
+  const int64_t first = partial_slot(p, split, 0, a.head);
+  const int64_t step = p.pages.num_kv_heads;
+  const float2* rows = p.plan.partial_rows + first * kPrefillRows + local_row;
+  const float4* in = reinterpret_cast<const float4*>(p.plan.partials + first * (kPrefillRows * D)) + thread +
+                     a.column / 8 * 256;
   Softmax merged;
+#pragma unroll 4
   for (int i = 0; i < pieces; ++i) {
-    const float2* rows = p.plan.partial_rows + partial_slot(p, split, i, a.head) * kPrefillRows + local_row;
-    merged.max[0] = fmaxf(merged.max[0], __ldcg(rows).x);
-    merged.max[1] = fmaxf(merged.max[1], __ldcg(rows + 8).x);
+    merged.max[0] = fmaxf(merged.max[0], __ldcg(rows + i * step * kPrefillRows).x);
+    merged.max[1] = fmaxf(merged.max[1], __ldcg(rows + i * step * kPrefillRows + 8).x);
   }
   float o[kColumns * 4] = {};
-#pragma unroll 2
-  for (int i = 0; i < pieces; ++i) {
-    const int64_t slot = partial_slot(p, split, i, a.head);
-    const float2* rows = p.plan.partial_rows + slot * kPrefillRows + local_row;
-    const float2 row0 = __ldcg(rows), row1 = __ldcg(rows + 8);
-    const float weight[2] = {ptx::exp2_approx((row0.x - merged.max[0]) * scale.log2_scale),
-                             ptx::exp2_approx((row1.x - merged.max[1]) * scale.log2_scale)};
-    merged.sum[0] = __fmaf_rn(row0.y, weight[0], merged.sum[0]);
-    merged.sum[1] = __fmaf_rn(row1.y, weight[1], merged.sum[1]);
-    const float4* in = reinterpret_cast<const float4*>(p.plan.partials + slot * (kPrefillRows * D)) + thread +
-                       a.column / 8 * 256;
+  constexpr int kInFlight = 4;  // pieces; each load waits for L2
+  for (int base = 0; base < pieces; base += kInFlight) {
+    float4 v[kInFlight][kColumns];
+    float2 row[kInFlight][2];
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-      const float4 v = __ldcg(in + n * 256);
-      o[4 * n] = __fmaf_rn(v.x, weight[0], o[4 * n]);
-      o[4 * n + 1] = __fmaf_rn(v.y, weight[0], o[4 * n + 1]);
-      o[4 * n + 2] = __fmaf_rn(v.z, weight[1], o[4 * n + 2]);
-      o[4 * n + 3] = __fmaf_rn(v.w, weight[1], o[4 * n + 3]);
+    for (int i = 0; i < kInFlight; ++i) {
+      const int piece = min(base + i, pieces - 1);
+      row[i][0] = __ldcg(rows + piece * step * kPrefillRows);
+      row[i][1] = __ldcg(rows + piece * step * kPrefillRows + 8);
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n)
+        v[i][n] = __ldcg(in + piece * step * (kPrefillRows * D / 4) + n * 256);
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (base + i >= pieces) break;
+      const float weight[2] = {exp2_fast((row[i][0].x - merged.max[0]) * scale.log2_scale),
+                               exp2_fast((row[i][1].x - merged.max[1]) * scale.log2_scale)};
+      merged.sum[0] = __fmaf_rn(row[i][0].y, weight[0], merged.sum[0]);
+      merged.sum[1] = __fmaf_rn(row[i][1].y, weight[1], merged.sum[1]);
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        o[4 * n] = __fmaf_rn(v[i][n].x, weight[0], o[4 * n]);
+        o[4 * n + 1] = __fmaf_rn(v[i][n].y, weight[0], o[4 * n + 1]);
+        o[4 * n + 2] = __fmaf_rn(v[i][n].z, weight[1], o[4 * n + 2]);
+        o[4 * n + 3] = __fmaf_rn(v[i][n].w, weight[1], o[4 * n + 3]);
+      }
     }
   }
   const float inverse[2] = {merged.inverse(0, p.pages.v_scale), merged.inverse(1, p.pages.v_scale)};
@@ -368,6 +384,8 @@ struct Consumer {
   static constexpr int kKeys = C::kKeys;
   // Capping needs the registers of the old probabilities: its products are waited for first.
   static constexpr bool kTight = kCap;
+  // With another loop, ptxas finds too few registers at D = 128 and serialises every product.
+  static constexpr bool kMaskAll = kLocal && kCap;
   const PrefillParams& p;
   Control<D>& control;
   uint32_t base;
@@ -387,7 +405,6 @@ struct Consumer {
   // s = Q K^T over the first N keys of the block in the ring.
   template <int N>
   __device__ __forceinline__ void issue_qk(Ring keys) {
-    ptx::mbarrier_wait(ptx::smem_address(&control.key_full[keys.stage()]), keys.parity());
     const uint32_t q = uniform(wgmma::descriptor(base + query.stage() * C::kQueryBytes + consumer * C::kPageBytes));
     const uint32_t k = wgmma::descriptor(base + C::kKeyOffset + keys.stage() * C::kStageBytes);
     auto& out = reinterpret_cast<float(&)[N / 2]>(s);
@@ -412,6 +429,10 @@ struct Consumer {
     wgmma::commit();
   }
 
+  __device__ __forceinline__ void await_keys(Ring keys) {
+    ptx::mbarrier_wait(ptx::smem_address(&control.key_full[keys.stage()]), keys.parity());
+  }
+
   template <bool kMask>
   __device__ __forceinline__ void exponentiate(const RowKeys& visible, int block, float (&factor)[2]) {
     if constexpr (kCap) cap_scores(s, scale.cap_scale);
@@ -424,19 +445,21 @@ struct Consumer {
   __device__ __forceinline__ void step(const RowKeys& visible, int block, int add) {
     float factor[2];
     const Ring keys{uniform(count)}, values{keys.count - 1};
+    await_keys(keys);
     await_turn(consumer);
     issue_qk<kKeys>(keys);
     issue_pv<kPages>(values, add);
     pass_turn(consumer);
     wgmma::wait<kTight ? 0 : 1>();
     wgmma::hold(s);
+    if constexpr (kTight) wgmma::hold(o);
     release(control.key_empty[keys.stage()]);
     exponentiate<kMask>(visible, block, factor);
     if constexpr (!kTight) wgmma::wait<0>();
     wgmma::hold(o);
     release(control.value_empty[values.stage()]);
-    rescale(o, factor);
     pack_probabilities<E>(probabilities, s);
+    rescale(o, factor);  // last: its branch would part the packing from the exponentials
     ++count;
   }
 
@@ -444,6 +467,7 @@ struct Consumer {
   __device__ __forceinline__ void first_step(const RowKeys& visible, int block, bool half) {
     float factor[2];
     const Ring keys{uniform(count)};
+    await_keys(keys);
     if (half) {
       issue_qk<64>(keys);
       wgmma::wait<0>();
@@ -483,9 +507,9 @@ struct Consumer {
     if (half && block >= blocks.begin) step<true, 1>(visible, block--, 0);
     for (; block >= blocks.begin && blocks.needs_end_mask(block); --block)
       step<true, C::kPages>(visible, block, block + 1 < last);
-    for (; block >= blocks.begin && (!kLocal || !blocks.needs_begin_mask(block)); --block)
-      step<false, C::kPages>(visible, block, block + 1 < last);
-    if constexpr (kLocal)
+    for (; block >= blocks.begin && (!kLocal || kMaskAll || !blocks.needs_begin_mask(block)); --block)
+      step<kMaskAll, C::kPages>(visible, block, block + 1 < last);
+    if constexpr (kLocal && !kMaskAll)
       for (; block >= blocks.begin; --block) step<true, C::kPages>(visible, block, block + 1 < last);
 
     release(control.query_empty[query.stage()]);
