@@ -63,8 +63,7 @@ __device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// --- bulk copy (sm_90) --------------------------------------------------------------------------
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// --- bulk copy (sm_90; only templates for that card may instantiate what follows) --------------------------------------------------------------------------
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -147,7 +146,6 @@ __device__ __forceinline__ void store_async(uint32_t address, uint32_t barrier, 
                "f"(v.x), "f"(v.y), "r"(barrier)
                : "memory");
 }
-#endif
 
 // --- programmatic dependent launch (sm_90; no-ops elsewhere) -------------------------------------
 // Returns when the kernel before this one has finished and its writes are visible.

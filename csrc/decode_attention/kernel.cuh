@@ -10,22 +10,13 @@
 #pragma once
 
 #include "block.cuh"
+#include "kernel_params.h"
 #include "result.cuh"
 #include "schedule.cuh"
 #include "sm80/loader.cuh"
 #include "sm90/loader.cuh"
 
 namespace bicl::decode {
-
-struct KernelParams {
-  DecodeParams p;
-  FastDiv heads;        // (KV head, block of query heads) pairs of one sequence
-  FastDiv head_blocks;  // blocks of query heads of one KV head
-  FastDiv grid;         // CTAs
-  int group;            // query heads of one KV head
-  int stages;
-  int cluster_log2;     // of the CTAs a cluster; 0: stream-K only
-};
 
 enum NamedBarrier { kReady = 1, kConsumersOnly = 2 };
 
@@ -39,14 +30,15 @@ class DecodeCta {
 
   __device__ __forceinline__ void run() {
     if (p_.pdl) ptx::grid_launch_dependents();
-    const int length = lane_ < p_.sequences.batch ? p_.sequences.cache_seqlens[lane_] : 0;
+    int length = 0;  // of the lane's sequence, where clusters may work
+    if (k_.cluster_log2 > 0 && lane_ < p_.sequences.batch) length = p_.sequences.cache_seqlens[lane_];
     const bool producer = warp_ == T::kConsumerWarps;
     if (producer) init_barriers();  // while the lengths come
     Share share;
     const bool cluster = cluster_share(share, length);
     if (cluster) start_cluster();
     if (producer) {
-      if (!cluster) build_entries(entries(), p_.sequences, length, p_.window_left, multiple());
+      if (!cluster) build_entries(entries(), p_.sequences, p_.window_left, multiple());
       __syncwarp();
       ptx::named_barrier_arrive(kReady, T::kThreads);
     } else {
@@ -151,14 +143,10 @@ class DecodeCta {
     bool waited = !p_.pdl;
     int stage = 0;
     uint32_t parity = 1;  // the first round finds its stages empty
-    BlockSource next{};
-    // One batch of 32 is resolved ahead; its table entries arrive while the one before is issued.
+    BlockSource next = resolve_lane(line, share, cluster, share.begin);
 #pragma unroll 1
-    for (int x = share.begin - 32; x < share.end; x += 32) {
+    for (int x = share.begin; x < share.end; x += 32) {
       const BlockSource block = next;
-      if (x + 32 + lane_ < share.end) next = resolve(place_of(line, share, cluster, x + 32 + lane_));
-      else next.newest = false;
-      if (x < share.begin) continue;
       const uint32_t newest = __ballot_sync(~0u, block.newest);
       const int count = min(32, share.end - x);
 #pragma unroll 1
@@ -170,8 +158,16 @@ class DecodeCta {
         }
         loader.template load<T>(block, turn, lane_, p_.pages, ring(stage), full(stage), empty(stage), parity);
         if (++stage == k_.stages) stage = 0, parity ^= 1;
+        // The next 32, once the ring has enough to do.
+        if (turn == min(k_.stages, count) - 1) next = resolve_lane(line, share, cluster, x + 32);
       }
     }
+  }
+
+  // This lane's block of the 32 from x on.
+  __device__ __forceinline__ BlockSource resolve_lane(const Line& line, const Share& share, bool cluster, int x) const {
+    if (x + lane_ >= share.end) return {};
+    return resolve(place_of(line, share, cluster, x + lane_));
   }
 
   // --- consumers ------------------------------------------------------------------------------------
@@ -519,28 +515,49 @@ class DecodeCta {
 
   __device__ __forceinline__ void combine_cluster(const Place& place) const {
     if constexpr (T::Loader::kClusters) {
-      constexpr int kBatch = 8;  // parts whose reads overlap
       const Heads heads = heads_of(place.head);
       const int size = 1 << k_.cluster_log2, rank = ptx::cluster_rank(), parts = cluster_parts(place);
       const int vectors = heads.active * (T::kHeadDim / 4);
       const int mine = (vectors - rank + size - 1) >> k_.cluster_log2;
       if (threadIdx.x == 0) ptx::mbarrier_expect_tx(peers_done(), mine * parts * 24);
       ptx::mbarrier_wait(peers_done(), 0);
-#pragma unroll 1
-      for (int i = threadIdx.x; i < mine; i += T::kConsumers) {
-        Piece all;
-#pragma unroll 1
-        for (int base = 0; base < parts; base += kBatch) {
-          Piece piece[kBatch];
-#pragma unroll
-          for (int j = 0; j < kBatch; ++j)
-            if (base + j < parts) piece[j] = get_kept((base + j) * vector_share() + i);
-#pragma unroll
-          for (int j = 0; j < kBatch; ++j)
-            if (base + j < parts) fold(all, piece[j].maximum, piece[j].sum, piece[j].out);
-        }
+      const auto finish = [&](int i, const Piece& piece) {
         const int v = (i << k_.cluster_log2) + rank;
-        write_final<T>(p_, place.sequence, heads.first_query + v / (T::kHeadDim / 4), v % (T::kHeadDim / 4) * 4, all);
+        write_final<T>(p_, place.sequence, heads.first_query + v / (T::kHeadDim / 4), v % (T::kHeadDim / 4) * 4,
+                       piece);
+      };
+      if (p_.deterministic) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < mine; i += T::kConsumers) {
+          Piece all;
+#pragma unroll 2
+          for (int part = 0; part < parts; ++part) {
+            const Piece piece = get_kept(part * vector_share() + i);
+            fold(all, piece.maximum, piece.sum, piece.out);
+          }
+          finish(i, all);
+        }
+        return;
+      }
+      // A lane a part: short, because code that runs once comes from far away.
+      const int part = threadIdx.x & (size - 1);
+#pragma unroll 1
+      for (int base = 0; base < mine; base += T::kConsumers >> k_.cluster_log2) {
+        const int i = base + (threadIdx.x >> k_.cluster_log2);
+        Piece piece = get_kept(part * vector_share() + min(i, mine - 1));
+        float most = piece.maximum;
+#pragma unroll 1
+        for (int step = 1; step < size; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        const float weight = ptx::exp2_approx(piece.maximum - most);
+        piece.maximum = most;
+        float* values[5] = {&piece.sum, &piece.out.x, &piece.out.y, &piece.out.z, &piece.out.w};
+#pragma unroll
+        for (float* value : values) *value *= weight;
+#pragma unroll 1
+        for (int step = 1; step < size; step *= 2)
+#pragma unroll
+          for (float* value : values) *value += __shfl_xor_sync(~0u, *value, step);
+        if (part == 0 && i < mine) finish(i, piece);
       }
     }
   }

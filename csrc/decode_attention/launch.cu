@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "../common/launch.h"
-#include "kernel.cuh"
+#include "kernel_params.h"
 #include "registry.h"
+#include "schedule.cuh"
 #include "schedule.h"
 
 namespace bicl {

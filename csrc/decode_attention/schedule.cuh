@@ -53,25 +53,35 @@ __device__ __forceinline__ int num_units(int num_blocks) {
   return (num_blocks + unit - 1) / unit;
 }
 
-// Fills entries[0 .. batch]. One warp; `length` is its lane's of the first 32 sequences.
-__device__ __forceinline__ void build_entries(Entry* entries, const Sequences& sequences, int length, int window_left,
+// Fills entries[0 .. batch]. One warp.
+__device__ __forceinline__ void build_entries(Entry* entries, const Sequences& sequences, int window_left,
                                               int multiple) {
+  constexpr int kPerLane = 4;  // neighbouring sequences a lane counts itself
   const int lane = threadIdx.x % 32;
   int carry = 0;
 #pragma unroll 1
-  for (int base = 0; base < sequences.batch; base += 32) {
-    const int b = base + lane, next = b + 32;
-    const int next_length = next < sequences.batch ? sequences.cache_seqlens[next] : 0;
-    const int blocks = visible_span(length, window_left, multiple).num_blocks;
-    int sum = blocks;
+  for (int base = 0; base < sequences.batch; base += 32 * kPerLane) {
+    const int first = base + lane * kPerLane;
+    int length[kPerLane], before[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      length[i] = first + i < sequences.batch ? sequences.cache_seqlens[first + i] : 0;
+    int own = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      before[i] = own;
+      own += visible_span(length[i], window_left, multiple).num_blocks;
+    }
+    int sum = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(~0u, sum, step);
       if (lane >= step) sum += other;
     }
-    if (b < sequences.batch) entries[b] = {carry + sum - blocks, length};
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      if (first + i < sequences.batch) entries[first + i] = {carry + sum - own + before[i], length[i]};
     carry += __shfl_sync(~0u, sum, 31);
-    length = next_length;
   }
   if (lane == 0) entries[sequences.batch] = {carry, 0};
 }

@@ -27,6 +27,13 @@ struct ComputeOf<__nv_fp8_e5m2> {
   using type = __half;
 };
 
+// Four warps keep up with the copies. fp8 blocks arrive twice as fast and cost more instructions: twice the warps,
+// where registers allow. Cards before Hopper may have 99 KiB of shared memory: wide ones get by with two.
+constexpr int consumer_warps(bool hopper, int bytes, int head_dim, int head_blocks) {
+  if (hopper) return bytes == 1 && head_blocks == 1 && head_dim <= 128 ? 8 : 4;
+  return head_dim > 128 || (head_dim == 128 && head_blocks == 2) ? 2 : 4;
+}
+
 template <typename Loader_, typename Stored_, int kHeadDim_, int kTile_, int kHeadBlocks_>
 struct Traits {
   using Loader = Loader_;
@@ -38,8 +45,7 @@ struct Traits {
   static constexpr int kHeads = 8 * kHeadBlocks;
   static constexpr int kBytes = sizeof(Stored);
   static constexpr bool kFp8 = kBytes == 1;
-  // fp8 blocks arrive twice as fast and cost more instructions: twice the warps, where they fit.
-  static constexpr int kConsumerWarps = kFp8 && kHeadBlocks == 1 && kHeadDim <= 128 ? 8 : 4;
+  static constexpr int kConsumerWarps = consumer_warps(Loader::kClusters, kBytes, kHeadDim, kHeadBlocks);
   static constexpr int kConsumers = 32 * kConsumerWarps;
   static constexpr int kThreads = kConsumers + 32;
   // Two warps share a block; block i of a unit belongs to group i % kGroups. A stage must never change
@@ -55,7 +61,7 @@ struct Traits {
   static constexpr int kMergeFloats = kConsumerWarps * kHeads * kMergeStride;
   static constexpr int kVectors = kHeads * kHeadDim / 4;                          // float4 of one result
   // Units a CTA of a full cluster (8) may push to its peers in deterministic mode, where there is room.
-  static constexpr int kUnitParts = kHeadBlocks == 1 && kHeadDim != 192 ? 2 : 1;
+  static constexpr int kUnitParts = Loader::kClusters && kHeadBlocks == 1 && kHeadDim != 192 ? 2 : 1;
   static constexpr int kResults = kUnitParts * (kVectors + 8);                    // float4 kept or pushed
   static constexpr int kPartialFloats = kHeads * kHeadDim + 2 * kHeads;           // one workspace slot
 };
