@@ -3,6 +3,7 @@
 #include "copy_pages/api.h"
 #include "decode_attention/api.h"
 #include "gather/api.h"
+#include "prefill_attention/api.h"
 #include "store_kv/api.h"
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(built_archs, bicl::built_archs);
@@ -11,4 +12,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, bicl::copy_pages_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_attention, bicl::decode_attention_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_workspace_bytes, bicl::decode_workspace_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, bicl::gather_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_prefill, bicl::plan_prefill_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_attention, bicl::prefill_attention_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_workspace_bytes, bicl::prefill_workspace_bytes_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_kv, bicl::store_kv_api);
