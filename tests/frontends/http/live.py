@@ -17,6 +17,8 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 
+from bicl.frontends.http.listener import bind
+
 __all__ = ["Live", "ServeProcess", "bicl_serve", "serve_in_thread", "wait_until"]
 
 
@@ -35,7 +37,7 @@ def wait_until(condition, timeout: float = 10.0) -> None:
 
 @contextmanager
 def serve_in_thread(app: Starlette) -> Iterator[Live]:
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

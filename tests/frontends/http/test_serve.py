@@ -1,9 +1,11 @@
 """`bicl serve` from its flags to its exit status, with a tiny model in a folder."""
 
+import asyncio
 import json
 import signal
 import socket
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from live import bicl_serve, wait_until
 from bicl.config import KVCacheConfig, ServerConfig
 from bicl.errors import ConfigError
 from bicl.frontends.http import serve as serve_module
+from bicl.frontends.http.listener import bind
 from bicl.frontends.http.serve import serve
 
 
@@ -110,3 +113,28 @@ def test_a_served_folder_answers_shows_its_cache_and_drains_on_sigterm(
     entries = [json.loads(line) for line in lines]
     assert any("signal received" in entry["message"] for entry in entries)
     assert all(entry["level"] in ("INFO", "WARNING") for entry in entries)
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """Small answers leave at once: the sockets that the listener accepts have Nagle off."""
+
+    async def accepted_option() -> int:
+        options = []
+
+        async def handle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            options.append(
+                writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            )
+            writer.close()
+
+        with closing(bind("127.0.0.1", 0)) as listener:
+            server = await asyncio.start_server(handle, sock=listener)
+            async with server:
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                while not options:
+                    await asyncio.sleep(0.01)
+                writer.close()
+                await writer.wait_closed()
+        return options[0]
+
+    assert asyncio.run(accepted_option()) != 0

@@ -21,6 +21,7 @@ from bicl.frontends.http.assembly import ModelFacts, assemble
 from bicl.frontends.http.draining import DrainingServer
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.engine.sizing import free_bytes, page_layouts
+from bicl.frontends.http.listener import bind, start_listening
 from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
 from bicl.metrics import ServerMetrics
 
@@ -47,7 +48,7 @@ def serve(config: ServerConfig) -> None:
         ConfigError: the model or a setting cannot work.
     """
     _configure_logging(config.json_output)
-    with closing(_bind(config.hostname, config.port)) as listener:
+    with closing(bind(config.hostname, config.port)) as listener:
         _serve_on(listener, config)
 
 
@@ -67,8 +68,7 @@ def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
             engine.start()
         facts = _facts(config, loaded, engine, engine_config)
         state = assemble(config, engine, loaded.tokenizer, facts, metrics)
-        with _binding(config.hostname, config.port):
-            listener.listen()
+        start_listening(listener)
         log.info(
             "serving %s on http://%s:%d (API: /docs)", facts.model_id, *listener.getsockname()[:2]
         )
@@ -167,34 +167,6 @@ def _facts(
         max_batch_total_tokens=pages * engine_config.page_size,
         reuse_enabled=engine_config.prefix_caching,
     )
-
-
-@contextmanager
-def _binding(hostname: str, port: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {hostname} port {port}: {error.strerror or error}; "
-            "choose others with --hostname and --port"
-        ) from None
-
-
-def _bind(hostname: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: a taken port is told before minutes of loading,
-    and probes are refused until there is something to answer them."""
-    with _binding(hostname, port):
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    return listener
 
 
 @contextmanager

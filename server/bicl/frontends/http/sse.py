@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 
 from starlette.responses import Response
@@ -39,6 +39,7 @@ class EventStream(Response):
     ) -> None:
         self.events = events
         self.on_disconnect = on_disconnect
+        self._last_sent = time.monotonic()
         self.status_code = 200
         self.background = None
         fixed = {"content-type": self.media_type, "cache-control": "no-cache"}
@@ -47,14 +48,15 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.ensure_future(self._send_events(send))
         leaver = asyncio.ensure_future(_until_disconnect(receive))
+        waker = asyncio.ensure_future(self._keep_alive(send))
         try:
             await asyncio.wait({sender, leaver}, return_when=asyncio.FIRST_COMPLETED)
             if not sender.done():
                 self.on_disconnect()
         finally:
-            for task in (sender, leaver):
+            for task in (sender, leaver, waker):
                 task.cancel()
-            await asyncio.gather(sender, leaver, return_exceptions=True)
+            await asyncio.gather(sender, leaver, waker, return_exceptions=True)
             await self.events.aclose()
         if not sender.cancelled() and (error := sender.exception()) is not None:
             raise error
@@ -62,31 +64,20 @@ class EventStream(Response):
     async def _send_events(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        async for chunk in _with_keep_alive(self.events):
+        async for chunk in self.events:
+            self._last_sent = time.monotonic()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-async def _with_keep_alive(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    pending: asyncio.Task[bytes] | None = None
-    try:
+    async def _keep_alive(self, send: Send) -> None:
+        """A comment whenever nothing was sent for a while. The headers went out long before."""
         while True:
-            pending = pending or asyncio.ensure_future(anext(events))
-            done, _ = await asyncio.wait({pending}, timeout=KEEP_ALIVE_SECONDS)
-            if not done:
-                yield b":\n\n"
+            silence = time.monotonic() - self._last_sent
+            if silence < KEEP_ALIVE_SECONDS:
+                await asyncio.sleep(KEEP_ALIVE_SECONDS - silence)
                 continue
-            finished, pending = pending, None
-            try:
-                chunk = finished.result()
-            except StopAsyncIteration:
-                return
-            yield chunk
-    finally:
-        if pending is not None:
-            pending.cancel()
-            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
-                await pending
+            self._last_sent = time.monotonic()
+            await send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
 
 
 async def _until_disconnect(receive: Receive) -> None:
