@@ -27,7 +27,7 @@ inline void decode_attention_api(TensorView out, Optional<TensorView> lse, Tenso
       << "query must have the pages' dtype, or the pages must be fp8";
   p.num_q_heads = static_cast<int>(query.size(1));
   p.head_dim = static_cast<int>(query.size(2));
-  BICL_CHECK(p.num_q_heads % p.pages.num_kv_heads == 0)
+  BICL_CHECK(p.num_q_heads > 0 && p.num_q_heads % p.pages.num_kv_heads == 0)
       << p.num_q_heads << " query heads do not divide among " << p.pages.num_kv_heads << " KV heads";
   BICL_CHECK(p.head_dim <= p.pages.padded_head_dim)
       << "head_dim " << p.head_dim << " exceeds the pages' " << p.pages.padded_head_dim;
@@ -64,6 +64,10 @@ inline void decode_attention_api(TensorView out, Optional<TensorView> lse, Tenso
   p.workspace_bytes = workspace.numel();
   p.counters = static_cast<int32_t*>(counters.data_ptr());
   p.num_counters = static_cast<int>(counters.numel());
+  BICL_CHECK(scale > 0 && scale < 1e30) << "scale is " << scale << "; a positive finite number is needed";
+  BICL_CHECK(softcap >= 0 && softcap < 1e30) << "softcap is " << softcap << "; use 0 (off) or a positive number";
+  BICL_CHECK(k_scale > 0 && v_scale > 0) << "k_scale " << k_scale << " and v_scale " << v_scale
+                                         << " must be positive";
   p.scale = static_cast<float>(scale);
   p.softcap = static_cast<float>(softcap);
   p.window_left = static_cast<int>(window_left);
