@@ -7,7 +7,7 @@ MODEL ?= bundled
 PYTEST := $(BIN)/python -m pytest -c server/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: bench-kernels kernels help install install-dev serve test test-gpu check format lint typecheck doctor clean
+.PHONY: bench-kernels kernels sanitize help install install-dev serve test test-gpu check format lint typecheck doctor clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -33,6 +33,10 @@ kernels: install-dev ## compile the CUDA kernels (needs nvcc; KERNEL_ARGS="--arc
 
 test-gpu: install-dev kernels ## run the kernel tests on this machine's GPU
 	$(PYTEST) tests/kernels $(ARGS)
+
+sanitize: install-dev kernels ## look for bad memory accesses and races in the kernels (needs compute-sanitizer)
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/kernels/sanitize.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/kernels/sanitize.py
 
 bench-kernels: install-dev kernels ## measure the kernels and installed peers on this machine's GPU
 	$(BIN)/python -m bench.kernels.impls.bicl_token_major
