@@ -10,23 +10,45 @@
 #pragma once
 
 #include "block.cuh"
-#include "kernel_params.h"
-#include "result.cuh"
-#include "schedule.cuh"
+#include "combine.cuh"
 #include "sm80/loader.cuh"
 #include "sm90/loader.cuh"
 
 namespace bicl::decode {
 
-enum NamedBarrier { kReady = 1, kConsumersOnly = 2 };
-
 template <typename T>
-class DecodeCta {
-  using Plan = SharedPlan<T>;
+class DecodeCta : Combiner<T> {
+  using Base = Combiner<T>;
+  using Base::k_;
+  using Base::lane_;
+  using Base::p_;
+  using Base::warp_;
+  using Base::arrive_last;
+  using Base::cluster_part;
+  using Base::combine_cluster;
+  using Base::combine_line;
+  using Base::empty;
+  using Base::entries;
+  using Base::get_kept;
+  using Base::for_vectors;
+  using Base::full;
+  using Base::heads_of;
+  using Base::keep;
+  using Base::merge_rows;
+  using Base::multiple;
+  using Base::peers_done;
+  using Base::push;
+  using Base::push_nothing;
+  using Base::put_partial;
+  using Base::ring;
+  using Base::shared;
+  using Base::start_cluster;
+  using Base::stats;
+  using Base::wait_peers_started;
+  using typename Base::Plan;
 
  public:
-  __device__ explicit DecodeCta(const KernelParams& kp)
-      : k_(kp), p_(kp.p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
+  __device__ explicit DecodeCta(const KernelParams& kp) : Base(kp) {}
 
   __device__ __forceinline__ void run() {
     if (p_.pdl) ptx::grid_launch_dependents();
@@ -71,8 +93,6 @@ class DecodeCta {
     Place head;
   };
 
-  __device__ __forceinline__ int multiple() const { return p_.deterministic ? T::kGroups : 1; }
-
   // Whether clusters work on a (sequence, head) each, in equal shares. There is no balancing: lengths must be even.
   // From registers alone (a batch of at most 32; `length` is this lane's), for a quick start.
   __device__ __forceinline__ bool cluster_share(Share& share, int length) const {
@@ -100,13 +120,6 @@ class DecodeCta {
     Place place = share.head;
     place.block = x;
     return place;
-  }
-
-  __device__ __forceinline__ Heads heads_of(int head) const {
-    uint32_t block;
-    const int kv = k_.head_blocks.divide(head, block);
-    const int first = block * T::kHeads;
-    return {kv, kv * k_.group + first, min(T::kHeads, k_.group - first)};
   }
 
   // --- producer -------------------------------------------------------------------------------------
@@ -294,15 +307,6 @@ class DecodeCta {
   }
 
   // --- results ----------------------------------------------------------------------------------------
-  // Calls f(vector, row, dim) for each float4 of the outputs that is this thread's.
-  template <typename F>
-  __device__ __forceinline__ void for_vectors(const Heads& heads, F&& f) const {
-    const int vectors = heads.active * (T::kHeadDim / 4);
-#pragma unroll 1
-    for (int v = threadIdx.x; v < vectors; v += T::kConsumers)
-      f(v, v / (T::kHeadDim / 4), v % (T::kHeadDim / 4) * 4);
-  }
-
   // The warps' states to one piece a thread, and on to its target.
   __device__ __forceinline__ void merge(WarpState<T>& state, int sequence, const Heads& heads, const Target& target) {
     ptx::named_barrier(kConsumersOnly, T::kConsumers);  // the last merge has been read
@@ -371,15 +375,6 @@ class DecodeCta {
     return all;
   }
 
-  __device__ __forceinline__ void keep(int vector, const Piece& piece) const {
-    result()[vector] = piece.out;
-    result_stats()[vector] = make_float2(piece.maximum, piece.sum);
-  }
-  __device__ __forceinline__ Piece get_kept(int vector) const {
-    const float2 stat = result_stats()[vector];
-    return {stat.x, stat.y, result()[vector]};
-  }
-
   // Sequences without keys get no work: zeros, and -inf for their LSE.
   __device__ __forceinline__ void clear_empty_sequences() const {
 #pragma unroll 1
@@ -394,205 +389,6 @@ class DecodeCta {
       }
     }
   }
-
-  // --- combine through the workspace --------------------------------------------------------------------
-  // A slot: [head][dim], then (maximum, sum) [head].
-  __device__ __forceinline__ float* partial(int slot) const {
-    return static_cast<float*>(p_.workspace) + static_cast<int64_t>(slot) * T::kPartialFloats;
-  }
-
-  __device__ __forceinline__ void put_partial(int slot, int row, int dim, const Piece& piece) const {
-    float* target = partial(slot);
-    *reinterpret_cast<float4*>(target + row * T::kHeadDim + dim) = piece.out;
-    if (dim == 0)
-      reinterpret_cast<float2*>(target + T::kHeads * T::kHeadDim)[row] = make_float2(piece.maximum, piece.sum);
-  }
-
-  // Counts blocks, so that it does not matter how many CTAs share a head. Resets itself.
-  __device__ __forceinline__ bool arrive_last(const Place& place, int count) const {
-    ptx::named_barrier(kConsumersOnly, T::kConsumers);  // every thread's partials are written
-    if (threadIdx.x == 0) {
-      int32_t* counter = p_.counters + place.sequence * k_.heads.divisor + place.head;
-      const bool last = ptx::atomic_add_acq_rel(counter, count) + count == place.num_blocks;
-      if (last) *counter = 0;
-      is_last() = last;
-    }
-    ptx::named_barrier(kConsumersOnly, T::kConsumers);
-    return is_last() != 0;
-  }
-
-  // Lists the slots that hold parts of this head, in order; `start` is its first position in the line.
-  __device__ __forceinline__ int list_slots(const Line& line, const Place& place, int start, int slots) const {
-    const int first = line.owner(start);
-    if (!p_.deterministic) {
-      const int count = line.owner(start + place.num_blocks - 1) - first + 1;
-      for (int i = threadIdx.x; i < count; i += T::kConsumers) list()[i] = (first + i) * slots + (i == 0);
-      return count;
-    }
-    const int step = unit_blocks(place.num_blocks);
-    const int units = (place.num_blocks + step - 1) / step;
-    const int owner = lane_ < units ? line.owner(start + lane_ * step) : -1 - lane_;
-    const uint32_t same = __match_any_sync(~0u, owner);
-    const bool counted = lane_ < units && (owner != first || lane_ == 0);
-    const uint32_t all = __ballot_sync(~0u, counted);
-    if (warp_ == 0 && counted)
-      list()[__popc(all & ((1u << lane_) - 1))] =
-          owner * slots + (owner == first ? slots - 1 : lane_ - (__ffs(same) - 1));
-    return __popc(all);
-  }
-
-  __device__ __forceinline__ void combine_line(const Line& line, const Place& place, const Heads& heads, int start,
-                                               int slots) const {
-    const int count = list_slots(line, place, start, slots);
-    ptx::named_barrier(kConsumersOnly, T::kConsumers);
-    constexpr int kBatch = 8;  // loads in flight
-    for_vectors(heads, [&](int, int row, int dim) {
-      Piece all;
-#pragma unroll 1
-      for (int base = 0; base < count; base += kBatch) {
-        float4 out[kBatch];
-        float2 stat[kBatch];
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j)
-          if (base + j < count) {
-            const float* source = partial(list()[base + j]);
-            out[j] = __ldcg(reinterpret_cast<const float4*>(source + row * T::kHeadDim + dim));
-            stat[j] = __ldcg(reinterpret_cast<const float2*>(source + T::kHeads * T::kHeadDim) + row);
-          }
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j)
-          if (base + j < count) fold(all, stat[j].x, stat[j].y, out[j]);
-      }
-      write_final<T>(p_, place.sequence, heads.first_query + row, dim, all);
-    });
-    // The next merge's first barrier keeps the list until everyone has read it.
-  }
-
-  // --- combine through distributed shared memory ----------------------------------------------------------
-  // A result has one part a CTA, or one a unit in deterministic mode. Vector v is finished by CTA v % cluster, which
-  // finds part i at i * share + v / cluster. Parts are pushed, and counted in bytes on the receiver's barrier: no
-  // barrier among the CTAs at the end.
-  __device__ __forceinline__ void start_cluster() const {
-    if constexpr (T::Loader::kClusters) {
-      __syncwarp();
-      ptx::cluster_arrive_relaxed();  // waited for before anything is pushed: the peers' barriers are ready
-    }
-  }
-
-  __device__ __forceinline__ void wait_peers_started() const {
-    if constexpr (T::Loader::kClusters) {
-      __syncwarp();
-      ptx::cluster_wait();
-    }
-  }
-
-  __device__ __forceinline__ int cluster_part(int block, int step) const {
-    return p_.deterministic ? block / step : ptx::cluster_rank();
-  }
-  __device__ __forceinline__ int cluster_parts(const Place& place) const {
-    return p_.deterministic ? num_units(place.num_blocks) : 1 << k_.cluster_log2;
-  }
-  __device__ __forceinline__ int vector_share() const {
-    return (T::kVectors + (1 << k_.cluster_log2) - 1) >> k_.cluster_log2;
-  }
-
-  __device__ __forceinline__ void push(int part, int vector, const Piece& piece) const {
-    if constexpr (T::Loader::kClusters) {
-      const int target = vector & ((1 << k_.cluster_log2) - 1);
-      const int index = part * vector_share() + (vector >> k_.cluster_log2);
-      const uint32_t barrier = ptx::map_shared(peers_done(), target);
-      ptx::store_async(ptx::map_shared(ptx::smem_address(result() + index), target), barrier, piece.out);
-      ptx::store_async(ptx::map_shared(ptx::smem_address(result_stats() + index), target), barrier,
-                       make_float2(piece.maximum, piece.sum));
-    }
-  }
-
-  // A CTA whose share is empty.
-  __device__ __forceinline__ void push_nothing(const Place& place) const {
-    if (p_.deterministic) return;
-    for_vectors(heads_of(place.head), [&](int v, int, int) { push(ptx::cluster_rank(), v, Piece{}); });
-  }
-
-  __device__ __forceinline__ void combine_cluster(const Place& place) const {
-    if constexpr (T::Loader::kClusters) {
-      const Heads heads = heads_of(place.head);
-      const int size = 1 << k_.cluster_log2, rank = ptx::cluster_rank(), parts = cluster_parts(place);
-      const int vectors = heads.active * (T::kHeadDim / 4);
-      const int mine = (vectors - rank + size - 1) >> k_.cluster_log2;
-      if (threadIdx.x == 0) ptx::mbarrier_expect_tx(peers_done(), mine * parts * 24);
-      ptx::mbarrier_wait(peers_done(), 0);
-      const auto finish = [&](int i, const Piece& piece) {
-        const int v = (i << k_.cluster_log2) + rank;
-        write_final<T>(p_, place.sequence, heads.first_query + v / (T::kHeadDim / 4), v % (T::kHeadDim / 4) * 4,
-                       piece);
-      };
-      if (p_.deterministic) {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < mine; i += T::kConsumers) {
-          Piece all;
-#pragma unroll 2
-          for (int part = 0; part < parts; ++part) {
-            const Piece piece = get_kept(part * vector_share() + i);
-            fold(all, piece.maximum, piece.sum, piece.out);
-          }
-          finish(i, all);
-        }
-        return;
-      }
-      // A lane a part: short, because code that runs once comes from far away.
-      const int part = threadIdx.x & (size - 1);
-#pragma unroll 1
-      for (int base = 0; base < mine; base += T::kConsumers >> k_.cluster_log2) {
-        const int i = base + (threadIdx.x >> k_.cluster_log2);
-        Piece piece = get_kept(part * vector_share() + min(i, mine - 1));
-        float most = piece.maximum;
-#pragma unroll 1
-        for (int step = 1; step < size; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        const float weight = ptx::exp2_approx(piece.maximum - most);
-        piece.maximum = most;
-        float* values[5] = {&piece.sum, &piece.out.x, &piece.out.y, &piece.out.z, &piece.out.w};
-#pragma unroll
-        for (float* value : values) *value *= weight;
-#pragma unroll 1
-        for (int step = 1; step < size; step *= 2)
-#pragma unroll
-          for (float* value : values) *value += __shfl_xor_sync(~0u, *value, step);
-        if (part == 0 && i < mine) finish(i, piece);
-      }
-    }
-  }
-
-  // --- shared memory ------------------------------------------------------------------------------------
-  // Not a member, so that the compiler sees the address space.
-  __device__ __forceinline__ static char* shared() {
-    extern __shared__ __align__(1024) char base[];
-    return base;
-  }
-  __device__ __forceinline__ float* merge_rows() const { return reinterpret_cast<float*>(shared()); }
-  // Slots to combine; the merge buffer is free then.
-  __device__ __forceinline__ int* list() const { return reinterpret_cast<int*>(shared()); }
-  __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(shared() + Plan::kStats); }
-  // What is kept from unit to unit, or what the peers of a cluster pushed.
-  __device__ __forceinline__ float4* result() const { return reinterpret_cast<float4*>(shared() + Plan::kResult); }
-  __device__ __forceinline__ float2* result_stats() const {
-    return reinterpret_cast<float2*>(shared() + Plan::kResultStats);
-  }
-  __device__ __forceinline__ uint32_t full(int stage) const {
-    return ptx::smem_address(shared() + Plan::kBarriers) + stage * 16;
-  }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
-  __device__ __forceinline__ uint32_t peers_done() const { return full(Plan::kMaxStages); }
-  __device__ __forceinline__ int& is_last() const { return *reinterpret_cast<int*>(shared() + Plan::kScalars); }
-  __device__ __forceinline__ uint32_t ring(int stage) const {
-    return ptx::smem_address(shared() + Plan::kRing) + stage * T::kStageBytes;
-  }
-  __device__ __forceinline__ Entry* entries() const {
-    return reinterpret_cast<Entry*>(shared() + Plan::kRing + k_.stages * T::kStageBytes);
-  }
-
-  const KernelParams& k_;
-  const DecodeParams& p_;
-  const int warp_, lane_;
 };
 
 template <typename T>
