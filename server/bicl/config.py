@@ -32,8 +32,17 @@ KV_CACHE_DTYPES = ("auto", "fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 
-# BICL_* variables that other parts of the product read, through this module or before it loads.
-FOREIGN_ENVIRONMENT = frozenset({"BICL_DISABLE"})
+# BICL_* variables of the TGI door and its launcher, which share an environment with this server.
+FOREIGN_ENVIRONMENT = frozenset(
+    {
+        "BICL_DEBUG_POISON",
+        "BICL_DETERMINISTIC",
+        "BICL_DISABLE",
+        "BICL_METRICS_PORT",
+        "BICL_SITE_PACKAGES",
+        "BICL_VERIFY_PREFIXES",
+    }
+)
 
 _AT_LEAST_ONE = (
     "max_concurrent_requests",

@@ -17,6 +17,7 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 
+from bicl.config import settings
 from bicl.frontends.http.listener import bind
 
 __all__ = ["Live", "ServeProcess", "bicl_serve", "serve_in_thread", "wait_until"]
@@ -72,7 +73,12 @@ def bicl_serve(log: Path, *flags: str) -> Iterator[ServeProcess]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "bicl", "serve", "--hostname=127.0.0.1", f"--port={port}"]
-    environment = {name: value for name, value in os.environ.items() if name != "PORT"}
+    ours = {each.env for each in settings()}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and not name.startswith("BICL_")
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *flags], stdout=output, stderr=output, env=environment

@@ -9,6 +9,9 @@ from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from bicl.frontends.http.app import create_app
+from bicl.frontends.http.assembly import ModelFacts, assemble
+
 # docs/source/reference/metrics.md of TGI 3.3.7, and what its router and backend count besides.
 TGI_METRICS = {
     "tgi_batch_current_max_tokens": "gauge",
@@ -128,6 +131,18 @@ def test_whether_pages_are_reused_is_a_gauge(client: TestClient) -> None:
     """(A72)"""
     assert samples(client)["bicl_reuse_enabled"] == 1
     assert client.get("/info").json()["bicl"]["reuse_enabled"] is True
+
+
+def test_reuse_switched_off_and_fall_backs_are_told(engine, config, tokenizer) -> None:
+    """(A72)"""
+    facts = ModelFacts("m", reuse_enabled=False, fallbacks=("kernels: none for this card",))
+    with TestClient(create_app(assemble(config, engine, tokenizer, facts))) as client:
+        found = samples(client)
+        info = client.get("/info").json()["bicl"]
+    assert found["bicl_reuse_enabled"] == 0
+    assert found['bicl_fallback{reason="kernels: none for this card"}'] == 1
+    assert info["reuse_enabled"] is False
+    assert info["fallbacks"] == ["kernels: none for this card"]
 
 
 class running:

@@ -58,6 +58,8 @@ def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
     config = config.resolve(loaded.max_position)
     for flag in config.settings_without_effect:
         log.warning("%s has no effect: prefill goes in chunks, as in TGI", flag)
+    if config.cache.disable_prefix_caching:
+        log.warning("pages are not reused between requests: --disable-prefix-caching")
     engine_config = _engine_config(config, loaded)
     assert config.max_input_tokens is not None
     assert config.max_total_tokens is not None
