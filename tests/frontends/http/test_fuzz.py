@@ -112,7 +112,7 @@ def check(client: TestClient, engine: FakeEngine, route: str, body: object) -> N
     engine.requests.clear()
 
 
-@settings(max_examples=150, suppress_health_check=KEPT, deadline=None)
+@settings(max_examples=150, suppress_health_check=KEPT, deadline=None, derandomize=True)
 @given(
     route=st.sampled_from(["/", "/generate", "/generate_stream", "/tokenize"]),
     body=st.fixed_dictionaries(
@@ -130,7 +130,7 @@ def test_generate_survives_any_body(
     check(client, engine, route, body)
 
 
-@settings(max_examples=100, suppress_health_check=KEPT, deadline=None)
+@settings(max_examples=100, suppress_health_check=KEPT, deadline=None, derandomize=True)
 @given(
     route=st.sampled_from(["/v1/chat/completions", "/chat_tokenize"]),
     body=st.one_of(CHATS, TOOL_CHATS),
@@ -141,13 +141,13 @@ def test_chat_survives_any_body(
     check(client, engine, route, body)
 
 
-@settings(max_examples=100, suppress_health_check=KEPT, deadline=None)
+@settings(max_examples=100, suppress_health_check=KEPT, deadline=None, derandomize=True)
 @given(body=COMPLETIONS)
 def test_completions_survive_any_body(client: TestClient, engine: FakeEngine, body: object) -> None:
     check(client, engine, "/v1/completions", body)
 
 
-@settings(max_examples=60, suppress_health_check=KEPT, deadline=None)
+@settings(max_examples=60, suppress_health_check=KEPT, deadline=None, derandomize=True)
 @given(body=st.binary(max_size=60))
 def test_bytes_that_are_no_request_never_reach_the_engine(
     client: TestClient, engine: FakeEngine, body: bytes

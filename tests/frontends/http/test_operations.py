@@ -119,7 +119,7 @@ def test_hits_are_counters_that_never_fall(client: TestClient, engine: FakeEngin
 
 def test_the_usage_gauge_is_pages_in_use_over_all_pages(make_client, tokenizer) -> None:
     """(A70)"""
-    engine = FakeEngine(tokenizer.decode, tick=0.05)
+    engine = FakeEngine(tokenizer.decode, tick=0.02)
     client = make_client(engine=engine)
     with running(client, 2):
         found = samples(client)
@@ -231,6 +231,12 @@ def test_info_has_tgis_fields_and_ours(client: TestClient) -> None:
 def test_flags_without_effect_are_named_in_info(make_client) -> None:
     info = make_client(max_waiting_tokens=20).get("/info").json()
     assert info["bicl"]["without_effect"] == ["--max-waiting-tokens"]
+
+
+@pytest.mark.parametrize("route", ["/health", "/ready", "/info", "/metrics", "/v1/models", "/"])
+def test_probes_may_ask_with_head(client: TestClient, route: str) -> None:
+    response = client.head(route)
+    assert (response.status_code, response.content) == (200, b"")
 
 
 def test_models_names_the_served_model(client: TestClient) -> None:

@@ -181,3 +181,36 @@ def test_a_client_that_leaves_frees_its_pages(live, engine, route, body) -> None
     wait_until(lambda: engine.snapshot().queue_size == 0, timeout=20)
     assert engine.snapshot().pages_in_use == 0
     engine.check_integrity()
+
+
+EXTREMES = [
+    {"temperature": 1e-30, "do_sample": True},
+    {"temperature": 1e300, "do_sample": True},
+    {"repetition_penalty": 1e-37},
+    {"repetition_penalty": 1e300},
+    {"frequency_penalty": -2.0, "repetition_penalty": 3.0},
+    {"top_p": 1e-30},
+    {"typical_p": 1e-30},
+    {"typical_p": 0.999, "top_p": 0.999, "top_k": 2**31 - 1, "temperature": 0.01},
+    {"top_k": 1, "seed": 2**64 - 1},
+    {"seed": 0, "do_sample": True},
+    {"stop": [""]},
+    {"stop": ["\x00", "é" * 100, " "]},
+    {"top_n_tokens": 5, "do_sample": True},
+    {"watermark": True, "do_sample": True},
+    {"best_of": 2, "temperature": 2.0},
+    {"grammar": {"type": "regex", "value": ""}},
+    {"grammar": {"type": "regex", "value": "[a-c]{0,3}"}, "temperature": 5.0},
+    {"grammar": {"type": "json", "value": {"properties": {}}}},
+]
+
+
+@pytest.mark.parametrize("parameters", EXTREMES)
+def test_extreme_but_legal_parameters_are_answered(client, engine, parameters) -> None:
+    response = generate(client, "hello", **parameters)
+    assert response.status_code == 200, response.text
+    details = response.json()["details"]
+    assert details["generated_tokens"] == len(details["tokens"]) >= 1
+    assert all(token["logprob"] is None or token["logprob"] <= 0 for token in details["tokens"])
+    assert client.get("/health").status_code == 200
+    engine.check_integrity()

@@ -64,3 +64,16 @@ async def models(server: Server) -> dict[str, Any]:
 async def metrics(server: Server) -> Response:
     """Prometheus' text format."""
     return Response(server.metrics.render(), media_type=CONTENT_TYPE)
+
+
+# axum answers HEAD wherever it answers GET; load balancers probe with it.
+for path, handler in (
+    ("/health", health),
+    ("/ping", health),
+    ("/", health),
+    ("/ready", ready),
+    ("/info", info),
+    ("/v1/models", models),
+    ("/metrics", metrics),
+):
+    router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
