@@ -7,7 +7,7 @@ import torch
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.attention.validate import check_no_grad, check_page_lists, check_tensor
-from bicl.errors import BackendError, InvalidInputError
+from bicl.errors import BackendError, BiclError, InvalidInputError
 from bicl.ops.cuda import library
 from bicl.ops.cuda.copy_pages import copy_pages
 from bicl.ops.cuda.decode_attention import decode_attention
@@ -131,6 +131,8 @@ class CudaBackend:
                     softcap=softcap,
                     pdl=self.pdl,
                 )
+        except BiclError:
+            raise
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
         return result if lse is None else (result, lse)

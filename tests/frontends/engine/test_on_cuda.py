@@ -1,0 +1,96 @@
+"""The engine on a GPU: CUDA kernels, decode through CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.driving import generate, request, running
+from support.tiny_models import byte_tokenizer, tiny_model
+
+from bicl.frontends.http.loader import LoadedModel, describe
+from bicl.frontends.transformers import register
+
+pytestmark = pytest.mark.gpu
+
+PROMPT_LENGTHS = (1, 5, 63, 64, 65, 130, 200)
+NEW_TOKENS = 24
+
+
+def loaded_on_cuda(family: str, dtype: torch.dtype) -> LoadedModel:
+    register()
+    model = tiny_model(family, "bicl").to("cuda", dtype)
+    return describe(model, byte_tokenizer(), model_id=family, sha="tiny")
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(4, 260, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS
+    ]
+
+
+def assert_plausible(loaded: LoadedModel, prompt: list[int], ids: list[int]) -> None:
+    """Each token is the float32 model's choice after what came before it, or so nearly tied with it
+    that twice the error of transformers' own forward in the model's dtype explains it."""
+    rows = slice(len(prompt) - 1, -1)
+    same = tiny_model(loaded.model_id, "eager").to("cuda", loaded.dtype)
+    with torch.inference_mode():
+        tokens = torch.tensor([prompt + ids], device="cuda")
+        rounded = same(tokens).logits[0, rows].float()
+        exact = same.float()(tokens).logits[0, rows]
+    error = (rounded - exact).abs().max()
+    chosen = exact[torch.arange(len(ids)), torch.tensor(ids)]
+    gap = exact.max(-1).values - chosen
+    assert gap.max() <= 4 * error, (gap.max().item(), error.item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "phi3-head96", "qwen2"])
+def test_greedy_on_cuda_follows_transformers(family: str, dtype: torch.dtype) -> None:
+    loaded = loaded_on_cuda(family, dtype)
+    with running(loaded, max_batch_size=8, max_batch_prefill_tokens=150) as engine:
+        results = generate(engine, *[request(prompt, NEW_TOKENS) for prompt in prompts()])
+        assert engine.snapshot().graph_misses == 0
+    for prompt, result in zip(prompts(), results, strict=True):
+        assert_plausible(loaded, prompt, result.ids)
+
+
+def test_graphs_give_the_bits_of_eager_decode() -> None:
+    """Batch 7 in a graph of 8: padding rows change nothing. (A52, A53)"""
+    loaded = loaded_on_cuda("llama", torch.float16)
+    answers = []
+    for graphs in (True, False):
+        with running(loaded, max_batch_size=8, cuda_graphs=graphs) as engine:
+            results = generate(engine, *[request(prompt, NEW_TOKENS) for prompt in prompts()])
+            answers.append([(r.ids, [t.token.logprob for t in r.tokens]) for r in results])
+    assert answers[0] == answers[1]
+
+
+def test_the_largest_batch_is_captured() -> None:
+    """(A54)"""
+    loaded = loaded_on_cuda("llama", torch.float16)
+    with running(loaded, max_batch_size=3) as engine:
+        generate(engine, *[request(prompt, NEW_TOKENS) for prompt in prompts()])
+        assert engine.snapshot().graph_misses == 0
+
+
+def test_pages_of_fp8_serve_on_cuda() -> None:
+    loaded = loaded_on_cuda("llama", torch.float16)
+    with running(loaded, max_batch_size=8, kv_dtype=torch.float8_e4m3fn) as engine:
+        results = generate(engine, *[request(prompt, NEW_TOKENS) for prompt in prompts()])
+    assert all(len(result.ids) == NEW_TOKENS for result in results)
+
+
+def test_warm_prompts_and_copied_pages_answer_like_cold_ones() -> None:
+    loaded = loaded_on_cuda("llama", torch.float16)
+    prompt = prompts()[-1]
+    with running(loaded, max_batch_size=4) as engine:
+        cold, warm, shared = (
+            generate(engine, request(ids, NEW_TOKENS))[0]
+            for ids in (prompt, prompt, [*prompt[:127], *reversed(prompt[127:])])
+        )
+    assert warm.done.usage.cached_tokens >= 192
+    assert shared.done.usage.cached_tokens == 127
+    assert_plausible(loaded, prompt, cold.ids)
+    assert_plausible(loaded, prompt, warm.ids)
+    assert_plausible(loaded, [*prompt[:127], *reversed(prompt[127:])], shared.ids)
