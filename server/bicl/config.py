@@ -23,6 +23,7 @@ __all__ = [
     "KV_CACHE_DTYPES",
     "KVCacheConfig",
     "ServerConfig",
+    "environment",
     "parse_memory",
     "settings",
 ]
@@ -356,6 +357,11 @@ def _check_choices(config: KVCacheConfig | ServerConfig) -> None:
             raise ConfigError(
                 f"{flag_name(item.name)} {value} is not supported; use one of {', '.join(choices)}"
             )
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment, for what the driver's tools and libraries read from it."""
+    return os.environ
 
 
 def settings() -> Iterator[Setting]:

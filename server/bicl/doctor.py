@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 import bicl
+from bicl.config import environment
+from bicl.hardware import find_gpus, is_jetson, judge
 
 __all__ = ["Finding", "Report", "Verdict", "examine", "print_report"]
 
@@ -24,7 +26,6 @@ MIN_MEMORY_BYTES = 2 * GIB
 MIN_DISK_BYTES = 2 * GIB
 # NCCL and torch's workers want more than a container's usual 64 MiB.
 MIN_SHM_BYTES = GIB
-MIN_CAPABILITY = (8, 0)
 
 
 class Verdict(StrEnum):
@@ -150,23 +151,14 @@ def check_shm(path: Path = Path("/dev/shm")) -> Finding:
 def check_gpu() -> Finding:
     import torch
 
-    if Path("/etc/nv_tegra_release").exists():
-        text = "Jetson (Tegra): its driver and memory model are untested"
-        return Finding("gpu", Verdict.WARN, text, "use --device cpu")
+    gpus = find_gpus(environment())
+    verdict = judge(gpus, jetson=is_jetson())
+    if not verdict.usable:
+        return Finding("gpu", Verdict.WARN, verdict.missing, "models run on the CPU")
+    text = ", ".join(gpu.name for gpu in gpus)
     if not torch.cuda.is_available():
-        if Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi"):
-            text = "an NVIDIA driver is here, but this torch does not see a GPU"
-            return Finding(
-                "gpu", Verdict.WARN, text, "TORCH=cuda make install, and check nvidia-smi"
-            )
-        return Finding("gpu", Verdict.WARN, "none", "models run on the CPU")
-    return _judge_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
-
-
-def _judge_gpu(name: str, capability: tuple[int, int]) -> Finding:
-    text = f"{name}, compute capability {capability[0]}.{capability[1]}"
-    if capability < MIN_CAPABILITY:
-        return Finding("gpu", Verdict.WARN, f"{text}: older than Ampere", "use --device cpu")
+        remedy = "make install TORCH=cuda"
+        return Finding("gpu", Verdict.WARN, f"{text}, but this torch cannot use it", remedy)
     return Finding("gpu", Verdict.OK, text)
 
 
@@ -200,6 +192,8 @@ def _judge_kernels(text: str, built: list[str], capability: tuple[int, int]) -> 
     mine = f"{capability[0]}{capability[1]}"
     if any(each.rstrip("af") in (mine, f"sm_{mine}") for each in built):
         return Finding("kernels", Verdict.OK, text)
+    if "ptx" in built:
+        return Finding("kernels", Verdict.OK, f"{text}; this card compiles the PTX at first use")
     remedy = f"not built for sm_{mine}: run `make kernels` on this machine, or use --device cpu"
     return Finding("kernels", Verdict.WARN, text, remedy)
 

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from bicl import cli, doctor
 from bicl.doctor import Finding, Report, Verdict
+from bicl.hardware import Gpu
 
 
 def test_every_part_of_the_machine_is_examined_on_one_line_each() -> None:
@@ -74,20 +75,39 @@ def test_a_containers_small_shm_is_named_with_its_size_and_a_remedy(
 
 
 @pytest.mark.parametrize(
-    ("capability", "verdict"),
-    [((9, 0), Verdict.OK), ((8, 0), Verdict.OK), ((7, 5), Verdict.WARN), ((12, 0), Verdict.OK)],
+    ("gpus", "torch_sees_it", "verdict", "text"),
+    [
+        ([], False, Verdict.WARN, "no NVIDIA GPU is visible"),
+        ([Gpu("Tesla T4", (7, 5))], True, Verdict.WARN, "older than Ampere"),
+        ([Gpu("Odd", None)], True, Verdict.WARN, "does not tell its compute capability"),
+        ([Gpu("NVIDIA H200", (9, 0))], True, Verdict.OK, "NVIDIA H200"),
+        ([Gpu("NVIDIA H200", (9, 0))], False, Verdict.WARN, "this torch cannot use it"),
+    ],
 )
-def test_cards_older_than_ampere_are_named(capability: tuple[int, int], verdict: Verdict) -> None:
-    finding = doctor._judge_gpu("Some GPU", capability)
+def test_a_gpu_is_named_with_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[Gpu],
+    torch_sees_it: bool,
+    verdict: Verdict,
+    text: str,
+) -> None:
+    monkeypatch.setattr(doctor, "find_gpus", lambda _: gpus)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: torch_sees_it)
+    finding = doctor.check_gpu()
     assert finding.verdict is verdict
-    if verdict is Verdict.WARN:
-        assert "older than Ampere" in finding.text
-        assert "--device cpu" in finding.remedy
+    assert text in finding.text
+    assert bool(finding.remedy) == (verdict is not Verdict.OK)
+
+
+def test_a_jetson_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "is_jetson", lambda: True)
+    assert "Jetson" in doctor.check_gpu().text
 
 
 def test_kernels_that_were_not_built_for_this_card_are_named() -> None:
     assert doctor._judge_kernels("lib", ["80", "90a"], (9, 0)).verdict is Verdict.OK
     assert doctor._judge_kernels("lib", ["sm_80"], (8, 0)).verdict is Verdict.OK
+    assert doctor._judge_kernels("lib", ["80", "ptx"], (12, 0)).verdict is Verdict.OK
     missing = doctor._judge_kernels("lib", ["90a"], (8, 9))
     assert missing.verdict is Verdict.WARN
     assert "sm_89" in missing.remedy

@@ -14,10 +14,11 @@ import pytest
 from live import bicl_serve, wait_until
 
 from bicl.config import KVCacheConfig, ServerConfig
-from bicl.errors import ConfigError
+from bicl.errors import BackendError, ConfigError
 from bicl.frontends.http import serve as serve_module
 from bicl.frontends.http.listener import bind
 from bicl.frontends.http.serve import serve
+from bicl.hardware import Gpu
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,32 @@ def test_a_cache_that_does_not_fit_or_holds_no_request_is_told_with_numbers(
     with pytest.raises(ConfigError, match=r"\d+") as raised:
         serve(replace(config, cache=KVCacheConfig(cache_memory=memory)))
     assert "bytes" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kernels", "device", "reason"),
+    [
+        ([Gpu("H200", (9, 0))], True, "cuda", ""),
+        ([Gpu("T4", (7, 5))], True, "cpu", "older than Ampere"),
+        ([Gpu("H200", (9, 0))], False, "cpu", "no kernels"),
+    ],
+)
+def test_auto_takes_a_gpu_that_works_and_tells_why_it_does_not(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], kernels: bool, device: str, reason: str
+) -> None:
+    """(A46)"""
+
+    def load_library() -> None:
+        if not kernels:
+            raise BackendError("no kernels")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(serve_module, "find_gpus", lambda _: gpus)
+    monkeypatch.setattr(serve_module.library, "module", load_library)
+    chosen, fallbacks = serve_module._choose_device("auto")
+    assert chosen == device
+    assert [reason in text for text in fallbacks] == ([True] if reason else [])
+    assert serve_module._choose_device("cpu") == ("cpu", ())
 
 
 def test_bundled_without_its_package_names_the_command(

