@@ -313,3 +313,35 @@ def test_many_requests_at_once_all_get_their_own_answer(make_client, tokenizer) 
     assert len(answers) == 32
     assert all(text == answer for text, answer in answers.items())
     assert engine.snapshot().batch_size == 0
+
+
+@pytest.mark.parametrize(
+    ("route", "kinds", "event"),
+    [
+        ("/generate", {"application/json"}, None),
+        ("/generate_stream", {"text/event-stream"}, "StreamResponse"),
+        ("/", {"application/json", "text/event-stream"}, "StreamResponse"),
+        (
+            "/v1/chat/completions",
+            {"application/json", "text/event-stream"},
+            "ChatCompletionChunk",
+        ),
+        ("/v1/completions", {"application/json", "text/event-stream"}, "Chunk"),
+    ],
+)
+def test_openapi_describes_answers_and_events(
+    client: TestClient, route: str, kinds: set[str], event: str | None
+) -> None:
+    document = client.get("/api-doc/openapi.json").json()
+    content = document["paths"][route]["post"]["responses"]["200"]["content"]
+    assert set(content) == kinds
+    if event is not None:
+        reference = content["text/event-stream"]["schema"]["$ref"]
+        assert reference == f"#/components/schemas/{event}"
+        assert event in document["components"]["schemas"]
+
+
+def test_every_reference_in_openapi_leads_somewhere(client: TestClient) -> None:
+    text = client.get("/api-doc/openapi.json").text
+    names = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
+    assert names <= set(client.get("/api-doc/openapi.json").json()["components"]["schemas"])

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from bicl.frontends.http.body import BodyError, answer_body_error, answer_wrong_shape
 from bicl.frontends.http.errors import WireError, answer_wire_error
+from bicl.frontends.http.openapi import describe_streams
 from bicl.frontends.http.routes import chat, cloud, completions, generate, ops
 from bicl.frontends.http.server_state import WIRE_VERSION, ServerState
 
@@ -50,6 +51,7 @@ def create_app(server: ServerState) -> FastAPI:
         app.include_router(router, dependencies=guarded)
     app.include_router(chat.tokenize_router)
     app.include_router(ops.router)
+    describe_streams(app)
     app.add_exception_handler(WireError, answer_wire_error)
     app.add_exception_handler(BodyError, answer_body_error)
     app.add_exception_handler(RequestValidationError, answer_wrong_shape)

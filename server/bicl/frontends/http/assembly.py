@@ -14,6 +14,7 @@ from bicl.config import ServerConfig
 from bicl.errors import ConfigError
 from bicl.frontends.http.chat_template import ChatTemplate
 from bicl.frontends.http.inference import EngineLike, Inference
+from bicl.frontends.http.schemas.ops import BiclInfo, Info
 from bicl.frontends.http.server_state import WIRE_VERSION, ServerState
 from bicl.frontends.http.tokenization import TextTokenizer
 from bicl.frontends.http.unsupported import IMAGES, UNSUPPORTED
@@ -105,34 +106,40 @@ def _cache_facts(facts: ModelFacts) -> CacheFacts:
     return CacheFacts(facts.max_batch_total_tokens, facts.reuse_enabled, labels, facts.fallbacks)
 
 
-def _info(config: ServerConfig, facts: ModelFacts) -> dict[str, Any]:
-    return {
-        "model_id": facts.model_id,
-        "model_sha": facts.model_sha,
-        "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": config.max_concurrent_requests,
-        "max_best_of": config.max_best_of,
-        "max_stop_sequences": config.max_stop_sequences,
-        "max_input_tokens": config.max_input_tokens,
-        "max_total_tokens": config.max_total_tokens,
-        "validation_workers": config.validation_workers,
-        "max_client_batch_size": config.max_client_batch_size,
-        "router": "bicl",
-        "version": WIRE_VERSION,
-        "sha": None,
-        "docker_label": None,
-        "bicl": {
-            "version": bicl.__version__,
-            "model_dtype": facts.dtype,
-            "model_device_type": facts.device,
-            "reuse_enabled": facts.reuse_enabled,
-            "cache": facts.cache or {},
-            "unsupported": {
-                **{f"{item.field} ({', '.join(item.routes)})": item.reason for item in UNSUPPORTED},
-                "suffix (/v1/completions)": "preprocess the prompt",
-                "image_url (/v1/chat/completions)": IMAGES,
-            },
-            "fallbacks": list(facts.fallbacks),
-            "without_effect": list(config.settings_without_effect),
-        },
+def _info(config: ServerConfig, facts: ModelFacts) -> Info:
+    assert config.max_input_tokens is not None
+    assert config.max_total_tokens is not None
+    return Info(
+        model_id=facts.model_id,
+        model_sha=facts.model_sha,
+        model_pipeline_tag="text-generation",
+        max_concurrent_requests=config.max_concurrent_requests,
+        max_best_of=config.max_best_of,
+        max_stop_sequences=config.max_stop_sequences,
+        max_input_tokens=config.max_input_tokens,
+        max_total_tokens=config.max_total_tokens,
+        validation_workers=config.validation_workers,
+        max_client_batch_size=config.max_client_batch_size,
+        router="bicl",
+        version=WIRE_VERSION,
+        sha=None,
+        docker_label=None,
+        bicl=BiclInfo(
+            version=bicl.__version__,
+            model_dtype=facts.dtype,
+            model_device_type=facts.device,
+            reuse_enabled=facts.reuse_enabled,
+            cache=facts.cache or {},
+            unsupported=_unsupported(),
+            fallbacks=list(facts.fallbacks),
+            without_effect=list(config.settings_without_effect),
+        ),
+    )
+
+
+def _unsupported() -> dict[str, str]:
+    listed = {f"{item.field} ({', '.join(item.routes)})": item.reason for item in UNSUPPORTED}
+    return listed | {
+        "suffix (/v1/completions)": "preprocess the prompt",
+        "image_url (/v1/chat/completions)": IMAGES,
     }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from bicl.config import ServerConfig
 from bicl.frontends.http.chat_template import ChatTemplate
 from bicl.frontends.http.errors import WireError
 from bicl.frontends.http.inference import Inference
+from bicl.frontends.http.schemas.ops import Info
 from bicl.frontends.http.tokenization import TextTokenizer
 from bicl.metrics import ServerMetrics
 
@@ -34,7 +34,7 @@ class ServerState:
     chat_template: ChatTemplate
     metrics: ServerMetrics
     compute_type: str
-    info: dict[str, Any] = field(default_factory=dict)
+    info: Info
 
     @property
     def fingerprint(self) -> str:

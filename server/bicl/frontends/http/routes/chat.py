@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
@@ -31,6 +30,7 @@ from bicl.frontends.http.errors import WireError
 from bicl.frontends.http.inference import Generated
 from bicl.frontends.http.routes.common import (
     ERRORS,
+    TAGS,
     Salt,
     Server,
     json_answer,
@@ -58,12 +58,9 @@ router = APIRouter(
     route_class=JsonRoute, dependencies=[Depends(refuse_while_draining)], responses=ERRORS
 )
 tokenize_router = APIRouter(route_class=JsonRoute, responses=ERRORS)
-STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"model": ChatCompletion, "content": {"text/event-stream": {}}}
-}
 
 
-@router.post("/v1/chat/completions", responses=STREAM, tags=["Text Generation Inference"])
+@router.post("/v1/chat/completions", response_model=ChatCompletion, tags=TAGS)
 async def chat_completions(
     request: Request, body: ChatRequest, server: Server, salt: Salt
 ) -> Response:
@@ -81,7 +78,7 @@ async def chat_completions(
 
 
 def _model_of(server: ServerState, chat: ChatRequest) -> str:
-    return server.info["model_id"] if chat.model in (None, "tgi") else str(chat.model)
+    return server.info.model_id if chat.model in (None, "tgi") else str(chat.model)
 
 
 async def _complete(
@@ -203,9 +200,7 @@ async def _chunks(
                 yield chunk
 
 
-@tokenize_router.post(
-    "/chat_tokenize", response_model=ChatTokenizeResponse, tags=["Text Generation Inference"]
-)
+@tokenize_router.post("/chat_tokenize", response_model=ChatTokenizeResponse, tags=TAGS)
 async def chat_tokenize(body: ChatRequest, server: Server) -> Response:
     """Template and tokenise a chat request."""
     server.metrics.request_arrived()

@@ -14,6 +14,7 @@ from bicl.frontends.http.inference import all_or_none
 from bicl.frontends.http.routes.chat import chat_completions
 from bicl.frontends.http.routes.common import (
     ERRORS,
+    TAGS,
     Salt,
     Server,
     json_answer,
@@ -38,7 +39,7 @@ router = APIRouter(
 )
 
 
-@router.post("/invocations", tags=["Text Generation Inference"])
+@router.post("/invocations", tags=TAGS)
 async def invocations(
     request: Request,
     body: CompatGenerateRequest | ChatRequest | CompletionRequest,
@@ -53,7 +54,7 @@ async def invocations(
     return await completions(request, body, server, salt)
 
 
-@router.post("/vertex", response_model=VertexResponse, tags=["Text Generation Inference"])
+@router.post("/vertex", response_model=VertexResponse, tags=TAGS)
 async def vertex(request: Request, body: VertexRequest, server: Server, salt: Salt) -> Response:
     """Several prompts or conversations at once; the texts of all, or one error."""
     server.metrics.request_arrived(len(body.instances))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
+from enum import Enum
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -16,10 +17,11 @@ from bicl.frontends.http.schemas.generate import StreamResponse
 from bicl.frontends.http.server_state import ServerState
 from bicl.frontends.http.sse import data
 
-__all__ = ["ERRORS", "Salt", "Server", "events_of", "json_answer", "while_connected"]
+__all__ = ["ERRORS", "TAGS", "Salt", "Server", "events_of", "json_answer", "while_connected"]
 
 T = TypeVar("T")
 
+TAGS: list[str | Enum] = ["Text Generation Inference"]
 SALT_HEADER = "x-bicl-cache-salt"
 MAX_SALT_CHARACTERS = 256
 CLIENT_CLOSED_REQUEST = 499

@@ -25,6 +25,7 @@ from bicl.frontends.http.errors import WireError
 from bicl.frontends.http.inference import Generated, all_or_none
 from bicl.frontends.http.routes.common import (
     ERRORS,
+    TAGS,
     Salt,
     Server,
     json_answer,
@@ -51,12 +52,9 @@ from bicl.metrics import RequestTimes
 router = APIRouter(
     route_class=JsonRoute, dependencies=[Depends(refuse_while_draining)], responses=ERRORS
 )
-STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"model": CompletionFinal, "content": {"text/event-stream": {}}}
-}
 
 
-@router.post("/v1/completions", responses=STREAM, tags=["Text Generation Inference"])
+@router.post("/v1/completions", response_model=CompletionFinal, tags=TAGS)
 async def completions(
     request: Request, body: CompletionRequest, server: Server, salt: Salt
 ) -> Response:
@@ -114,7 +112,7 @@ async def _complete(
     cached_tokens = sum(answer.done.usage.cached_tokens for answer in answers)
     response = CompletionFinal(
         created=now(),
-        model=server.info["model_id"],
+        model=server.info.model_id,
         system_fingerprint=server.fingerprint,
         choices=[
             CompletionComplete(
@@ -199,9 +197,9 @@ def _event(server: ServerState, index: int, response: StreamResponse) -> Chunk |
         text=response.token.text,
         finish_reason=facts.finish_reason if facts is not None else "",
     )
-    envelope = {
+    envelope: dict[str, Any] = {
         "created": now(),
-        "model": server.info["model_id"],
+        "model": server.info.model_id,
         "system_fingerprint": server.fingerprint,
         "choices": [choice],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
@@ -18,6 +17,7 @@ from bicl.frontends.http.answers import (
 from bicl.frontends.http.body import JsonRoute
 from bicl.frontends.http.routes.common import (
     ERRORS,
+    TAGS,
     Salt,
     Server,
     events_of,
@@ -39,9 +39,6 @@ from bicl.frontends.http.unsupported import refuse_unsupported
 router = APIRouter(
     route_class=JsonRoute, dependencies=[Depends(refuse_while_draining)], responses=ERRORS
 )
-STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"model": StreamResponse, "content": {"text/event-stream": {}}}
-}
 
 
 async def answer(
@@ -84,7 +81,7 @@ def stream(server: ServerState, body: GenerateRequest, salt: str) -> Response:
     return EventStream(events_of(server, responses), headers, server.client_left)
 
 
-@router.post("/generate", response_model=GenerateResponse, tags=["Text Generation Inference"])
+@router.post("/generate", response_model=GenerateResponse, tags=TAGS)
 async def generate(request: Request, body: GenerateRequest, server: Server, salt: Salt) -> Response:
     """Generate tokens."""
     server.metrics.request_arrived()
@@ -97,7 +94,7 @@ async def generate(request: Request, body: GenerateRequest, server: Server, salt
     return await while_connected(request, server, call())
 
 
-@router.post("/generate_stream", responses=STREAM, tags=["Text Generation Inference"])
+@router.post("/generate_stream", response_model=StreamResponse, tags=TAGS)
 async def generate_stream(body: GenerateRequest, server: Server, salt: Salt) -> Response:
     """Generate a stream of tokens as server-sent events. Errors are events, too."""
     server.metrics.request_arrived()
@@ -105,7 +102,7 @@ async def generate_stream(body: GenerateRequest, server: Server, salt: Salt) -> 
     return stream(server, body, salt)
 
 
-@router.post("/", response_model=list[GenerateResponse], tags=["Text Generation Inference"])
+@router.post("/", response_model=list[GenerateResponse], tags=TAGS)
 async def compat_generate(
     request: Request, body: CompatGenerateRequest, server: Server, salt: Salt
 ) -> Response:

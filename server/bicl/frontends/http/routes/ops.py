@@ -9,13 +9,13 @@ from starlette.responses import Response
 
 from bicl.frontends.http.body import JsonRoute
 from bicl.frontends.http.errors import WireError
-from bicl.frontends.http.routes.common import Server, json_answer, list_json
+from bicl.frontends.http.routes.common import TAGS, Server, json_answer, list_json
 from bicl.frontends.http.schemas.base import ErrorResponse
 from bicl.frontends.http.schemas.generate import GenerateRequest, SimpleToken
+from bicl.frontends.http.schemas.ops import Info, ModelInfo, ModelsInfo
 from bicl.frontends.http.tokenization import simple_tokens
 from bicl.metrics import CONTENT_TYPE
 
-TAGS: list[Any] = ["Text Generation Inference"]
 DOWN: dict[int | str, dict[str, Any]] = {503: {"model": ErrorResponse}}
 tokenize_router = APIRouter(route_class=JsonRoute)
 router = APIRouter()
@@ -47,17 +47,16 @@ async def ready(server: Server) -> Response:
 
 
 @router.get("/info", tags=TAGS)
-async def info(server: Server) -> dict[str, Any]:
+async def info(server: Server) -> Info:
     """The served model, its limits and (`bicl`) its cache."""
     return server.info
 
 
 @router.get("/v1/models", tags=TAGS)
-async def models(server: Server) -> dict[str, Any]:
+async def models(server: Server) -> ModelsInfo:
     """The served model in OpenAI's words."""
-    name = server.info["model_id"]
-    model = {"id": name, "object": "model", "created": 0, "owned_by": name}
-    return {"object": "list", "data": [model]}
+    name = server.info.model_id
+    return ModelsInfo(data=[ModelInfo(id=name, owned_by=name)])
 
 
 @router.get("/metrics", tags=TAGS)

@@ -1,0 +1,54 @@
+"""Wire types of ``/info`` and ``/v1/models``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from bicl.frontends.http.schemas.base import Wire
+
+__all__ = ["BiclInfo", "Info", "ModelInfo", "ModelsInfo"]
+
+
+class BiclInfo(Wire):
+    """What TGI does not tell."""
+
+    version: str
+    model_dtype: str
+    model_device_type: str
+    reuse_enabled: bool
+    cache: dict[str, Any] = Field(description="Backend, block size, tile, type, pages, bytes.")
+    unsupported: dict[str, str] = Field(description="Request fields that are refused, and why.")
+    fallbacks: list[str] = Field(description="What runs otherwise than asked for.")
+    without_effect: list[str] = Field(description="Flags that were given and change nothing.")
+
+
+class Info(Wire):
+    model_id: str
+    model_sha: str | None
+    model_pipeline_tag: str | None
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    validation_workers: int
+    max_client_batch_size: int
+    router: str
+    version: str = Field(description="The version of TGI whose wire format this is.")
+    sha: str | None
+    docker_label: str | None
+    bicl: BiclInfo
+
+
+class ModelInfo(Wire):
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str
+
+
+class ModelsInfo(Wire):
+    object: Literal["list"] = "list"
+    data: list[ModelInfo]
