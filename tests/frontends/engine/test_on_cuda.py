@@ -31,7 +31,7 @@ def prompts() -> list[list[int]]:
 
 def assert_plausible(loaded: LoadedModel, prompt: list[int], ids: list[int]) -> None:
     """Each token is the float32 model's choice after what came before it, or so nearly tied with it
-    that twice the error of transformers' own forward in the model's dtype explains it."""
+    that errors on both logits, each twice that of transformers in the model's dtype, explain it."""
     rows = slice(len(prompt) - 1, -1)
     same = tiny_model(loaded.model_id, "eager").to("cuda", loaded.dtype)
     with torch.inference_mode():
