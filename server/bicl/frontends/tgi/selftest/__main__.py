@@ -11,7 +11,8 @@ from pathlib import Path
 
 from bicl.errors import ConfigError
 from bicl.frontends.tgi.install import find_patches
-from bicl.frontends.tgi.selftest.runner import SCENARIOS, run_scenario
+from bicl.frontends.tgi.selftest.runner import run_scenario
+from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
 
 
 def main() -> int:

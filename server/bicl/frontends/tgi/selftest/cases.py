@@ -4,45 +4,87 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from bicl.frontends.tgi.selftest.models import Model
-from bicl.frontends.tgi.selftest.router import Router, Sequence
-from bicl.frontends.tgi.selftest.shard import Shards
+if TYPE_CHECKING:  # names of cases are listed where TGI is not installed, too
+    from bicl.frontends.tgi.selftest.models import Model
+    from bicl.frontends.tgi.selftest.router import Router, Sequence
+    from bicl.frontends.tgi.selftest.shard import Shards
 
-__all__ = ["CASES", "Bench"]
+__all__ = ["CASES", "CHUNKING", "Bench"]
+
+CHUNKING = (
+    "chunked_prompt",
+    "chunked_prompt_beside_a_decoding_row",
+    "prefix_cancelled_between_chunks",
+)
+"""Cases that TGI itself cannot do without chunked prefill."""
 
 
 @dataclass
 class Bench:
-    """A running shard behind its router, and the model's reference."""
+    """A running shard behind its router, and what its tokens are compared with.
+
+    Attributes:
+        num_tokens: what the shard's warm-up answered.
+        free_bytes: memory that the shard was told to have.
+        kv_bytes: bytes of a stored element.
+        exact: tokens equal plain transformers; else (lossy caches) those of the same prompt alone
+            and in one piece.
+    """
 
     shards: Shards
     router: Router
     model: Model
+    num_tokens: int
+    free_bytes: int
+    kv_bytes: int = 4
+    exact: bool = True
     new_tokens: int = 12
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
-        chooser = random.Random(f"{length}/{seed}")
-        return [chooser.randrange(4, self.model.vocab_size) for _ in range(length)]
+        return self.model.prompt(length, f"{length}/{seed}")
 
-    def sequence(self, prompt: list[int], shared: list[int] | None = None) -> Sequence:
-        return self.router.sequence(prompt, self.new_tokens, shared)
+    def sequence(
+        self, prompt: list[int], shared: list[int] | None = None, new_tokens: int | None = None
+    ) -> Sequence:
+        return self.router.sequence(prompt, new_tokens or self.new_tokens, shared)
 
     def check(self, *sequences: Sequence) -> None:
-        """Finish what runs, then compare every token with plain transformers."""
+        """Finish what runs, then compare every token."""
         self.router.finish()
         for sequence in sequences:
-            expected = self.model.greedy(sequence.prompt, sequence.max_new_tokens)
+            expected = self._expected(sequence)
             assert sequence.tokens == expected, (
                 f"prompt of {len(sequence.prompt)} tokens: got {sequence.tokens}, "
-                f"transformers says {expected}"
+                f"expected {expected}"
             )
             self.router.release(sequence)
+
+    def _expected(self, sequence: Sequence) -> list[int]:
+        if self.exact:
+            return self.model.greedy(sequence.prompt, sequence.max_new_tokens)
+        alone = self.router.sequence(sequence.prompt, sequence.max_new_tokens)
+        self.router.prefill(alone)
+        self.router.finish()
+        self.router.release(alone)
+        return alone.tokens
 
 
 def case_block_size_reaches_the_router(bench: Bench) -> None:
     info = bench.shards.info()
     assert (info.block_size, info.attention_impl) == (bench.router.page_size, "flashdecoding")
+
+
+def case_capacity_fills_the_memory_and_no_more(bench: Bench) -> None:
+    """TGI counts pages by their nominal size; pages with padded heads are larger."""
+    size = bench.router.page_size
+    padded = -(-bench.model.head_dim // size) * size
+    rows = bench.model.num_layers * bench.model.num_kv_heads // len(bench.shards.processes)
+    page_bytes = rows * padded * 2 * size * bench.kv_bytes
+    warm_up_pages = 512 // size
+    pages = bench.num_tokens // size - warm_up_pages
+    assert pages == bench.free_bytes // page_bytes
 
 
 def case_one_request(bench: Bench) -> None:
@@ -157,6 +199,31 @@ def case_page_reused_for_other_tokens(bench: Bench) -> None:
     third = bench.sequence(first.prompt[:size] + bench.prompt(9, 10), first.pages[:1])
     bench.router.prefill(third, cached=size)
     bench.check(third)
+
+
+def case_random_traffic(bench: Bench) -> None:
+    """Joins, chunks, shared prefixes and cancellations in random order."""
+    chooser, size = random.Random(17), bench.router.page_size
+    base = bench.prompt(2 * size, 11)
+    first = bench.sequence(base, new_tokens=2)
+    bench.router.prefill(first)
+    bench.router.finish()
+    done = []
+    for number in range(12):
+        tail = bench.prompt(chooser.randrange(1, size + 30), 100 + number)
+        shared = chooser.randrange(3)
+        prompt = base[: shared * size] + tail
+        pages = first.pages[:shared]
+        sequence = bench.sequence(prompt, pages, chooser.randrange(1, 7))
+        chunk = min(len(tail), chooser.randrange(1, 60)) if bench.router.chunks else None
+        bench.router.prefill(sequence, cached=shared * size, chunk=chunk)
+        if chooser.random() < 0.25 and not sequence.finished:
+            bench.router.cancel(sequence)
+        else:
+            done.append(sequence)
+        if bench.router.running:
+            bench.router.decode()
+    bench.check(*done)
 
 
 CASES = {

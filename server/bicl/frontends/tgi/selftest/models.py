@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 __all__ = ["MODELS", "Model", "ModelSpec", "make_model"]
 
 VOCAB_SIZE = 300
+NUM_WORDS = 3000  # looked at, of a vocabulary
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,6 @@ MODELS = {
     ),
     "phi3-head96": ModelSpec("phi3", {"hidden_size": 384}),
     "gpt-neox-head80": ModelSpec("gpt_neox", {"hidden_size": 320, "num_key_value_heads": 4}),
-    "gpt2-head64": ModelSpec("gpt2", {"num_key_value_heads": 4}),
     "smollm2": ModelSpec("", {}),
 }
 """By the name the self-test takes. ``smollm2`` is real: SmolLM2-135M-Instruct."""
@@ -55,11 +56,36 @@ class Model:
             path, torch_dtype=torch.float32, attn_implementation="eager", **options
         )  # in eval mode
         self._recompute = window is not None
-        self.vocab_size = self._model.config.vocab_size
+        config = self._model.config
+        heads = config.num_attention_heads
+        self.num_layers: int = config.num_hidden_layers
+        self.num_kv_heads: int = getattr(config, "num_key_value_heads", heads)
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self._pieces = self._find_pieces()
+
+    def prompt(self, length: int, seed: str) -> list[int]:
+        """Random token ids that survive becoming text and being tokenised again."""
+        ids = random.Random(seed).choices(list(self._pieces), k=length)
+        assert self._tokenize(self.text(ids)) == ids
+        return ids
 
     def text(self, ids: list[int]) -> str:
         """Text that the tokenizer turns into exactly these ids."""
-        return " ".join(f"w{i}" for i in ids)
+        return "".join(self._pieces[i] for i in ids)
+
+    def _tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _find_pieces(self) -> dict[int, str]:
+        """Whole words with the space before them, each of which is one token."""
+        words = {i: w.lstrip("\u0120\u2581") for w, i in self.tokenizer.get_vocab().items()}
+        candidates = sorted((i, f" {w}") for i, w in words.items() if w.isalnum() and w.islower())
+        stable = {}
+        for i, piece in candidates[:NUM_WORDS]:
+            if self._tokenize(piece * 2) == [i, i]:
+                stable[i] = piece
+        return stable
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:

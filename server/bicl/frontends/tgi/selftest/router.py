@@ -34,7 +34,7 @@ class Router:
         self._free = list(range(1, num_tokens // page_size))
         random.Random(5).shuffle(self._free)
         info = shards.info()
-        self.speculate, self._joins_in_prefill = info.speculate, info.support_chunking
+        self.speculate, self.chunks = info.speculate, info.support_chunking
         self.running: dict[int, Sequence] = {}
         self._batches: list[Any] = []
         self._next_id = 1
@@ -65,7 +65,7 @@ class Router:
         for sequence in sequences:
             self.running[sequence.id] = sequence
         before = None
-        if self._joins_in_prefill and self._batches:
+        if self.chunks and self._batches:
             before = self._batches.pop()
         self._take(self.shards.prefill(self._batch_id(), requests, before))
 
@@ -91,7 +91,7 @@ class Router:
 
     def health(self) -> None:
         """The router's health request: one token on page 0, slot 0."""
-        sequence = Sequence(0, [4], 1, [0])
+        sequence = Sequence(0, self.model.prompt(1, "health"), 1, [0])
         request = self._request(sequence, 0, None)
         self.shards.prefill(self._batch_id(), [request])
 

@@ -1,0 +1,59 @@
+"""Ways to start the shard, and the cases that apply to each. Needs nothing of TGI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from bicl.frontends.tgi.selftest.cases import CASES, CHUNKING, Bench
+
+__all__ = ["SCENARIOS", "Scenario"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """How the shard is started.
+
+    Attributes:
+        model: name in ``models.MODELS``.
+        flags, environment, world_size: of the shard.
+        without: cases that cannot apply, because TGI itself lacks the feature there.
+        free_bytes: memory that the shard is told to have.
+        kv_bytes, exact, new_tokens: as in :class:`Bench`.
+    """
+
+    model: str
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    world_size: int = 1
+    without: tuple[str, ...] = ()
+    free_bytes: int = 64 << 20
+    kv_bytes: int = 4
+    exact: bool = True
+    new_tokens: int = 12
+
+    @property
+    def cases(self) -> dict[str, Callable[[Bench], None]]:
+        return {name: case for name, case in CASES.items() if name not in self.without}
+
+
+def _fp8(dtype: str) -> Scenario:
+    return Scenario("llama", ("--kv-cache-dtype", dtype), kv_bytes=1, exact=False)
+
+
+SCENARIOS = {
+    "llama": Scenario("llama"),
+    "llama-head80": Scenario("llama-head80"),
+    "llama-block32": Scenario("llama", environment={"BICL_BLOCK_SIZE": "32"}),
+    "llama-fp8-e4m3": _fp8("fp8_e4m3fn"),
+    "llama-fp8-e5m2": _fp8("fp8_e5m2"),
+    "llama-speculate2": Scenario("llama", ("--speculate", "2"), without=CHUNKING),
+    "llama-tp2": Scenario("llama", world_size=2),
+    "qwen2": Scenario("qwen2"),
+    "qwen3": Scenario("qwen3", without=CHUNKING),
+    "mistral-window": Scenario("mistral-window"),
+    "gemma2-window": Scenario("gemma2-window"),
+    "phi3-head96": Scenario("phi3-head96"),
+    "gpt-neox-head80": Scenario("gpt-neox-head80"),
+    "smollm2": Scenario("smollm2", free_bytes=384 << 20, new_tokens=40),
+}
