@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from importlib.util import find_spec
+import sys
 from typing import Annotated, Any
 
 import typer
 
 import bicl
 from bicl.config import ServerConfig, settings
-from bicl.errors import BiclError
+from bicl.errors import BiclError, ConfigError
 from bicl.settings import REFUSED_SETTINGS, Setting
 
 __all__ = ["app", "main"]
@@ -107,6 +109,24 @@ def doctor(
     report = examine()
     print_report(report, as_json=json)
     raise typer.Exit(0 if report.usable else 1)
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def selftest(context: typer.Context) -> None:
+    """Drive TGI's real shard with our cache in place, where TGI is installed (in its image)."""
+    if find_spec("text_generation_server") is None:
+        raise ConfigError(
+            "text_generation_server cannot be imported here; the self-test belongs into an image "
+            "of text-generation-inference"
+        )
+    command = [sys.executable, "-m", "bicl.frontends.tgi.selftest", *context.args]
+    os.execv(sys.executable, command)
 
 
 def main() -> None:

@@ -20,13 +20,14 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
+    start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
     from bicl.frontends.http.engine.config import EngineStats, Outcome, StepRecord
 
-__all__ = ["CacheFacts", "RequestTimes", "ServerMetrics"]
+__all__ = ["CacheFacts", "RequestTimes", "ServerMetrics", "serve_counters"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_BUCKETS = tuple(0.0001 * 1.5**power for power in range(1, 36))
@@ -283,3 +284,25 @@ def _constant_gauges(facts: CacheFacts) -> Iterator[Metric]:
     for reason in facts.fallbacks:
         fallbacks.add_metric([reason], 1)
     yield fallbacks
+
+
+def serve_counters(
+    port: int, read: Callable[[], Mapping[str, tuple[str, float]]], labels: Mapping[str, str]
+) -> None:
+    """Serve counters on a port of their own, for a process that has no HTTP server.
+
+    Args:
+        read: called for each scrape; name (without ``_total``) to help text and value.
+        labels: of all of them.
+    """
+
+    class _Counters:
+        def collect(self) -> Iterator[Metric]:
+            for name, (text, value) in read().items():
+                family = CounterMetricFamily(name, text, labels=list(labels))
+                family.add_metric(list(labels.values()), value)
+                yield family
+
+    registry = CollectorRegistry()
+    registry.register(_Counters())
+    start_http_server(port, registry=registry)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import urllib.request
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bicl.frontends.tgi import prefixes
+from bicl.frontends.tgi.config import OverlayConfig
 from bicl.frontends.tgi.page_tags import PageTags, Prompt
 
 PAGE = 4
@@ -198,3 +201,20 @@ def test_lowered_claim_goes_on_in_chunks_only_where_tgi_can(
         )
     ids = list(range(150))
     assert admit(wrapped[1], request(ids, 128, chunk_len=22), ids) == (0, chunk)
+
+
+def test_rejected_claims_are_served_to_prometheus(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings_ = OverlayConfig(metrics_port=port - 1)
+    monkeypatch.setattr(prefixes, "overlay_config", lambda: settings_)
+    monkeypatch.setenv("RANK", "1")
+    prefixes.serve_metrics()
+    ids = list(range(150))
+    admit(wrapped[1], request(ids, 128), ids)
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+    assert 'bicl_prefix_rejected_claims_total{rank="1"} 1.0' in text
+    assert 'bicl_prefix_claimed_tokens_total{rank="1"} 128.0' in text

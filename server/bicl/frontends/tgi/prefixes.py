@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from typing import Any
 
 from bicl.frontends.tgi.config import overlay_config
 from bicl.frontends.tgi.page_tags import PageTags, Prompt, TagCounters
 
-__all__ = ["counters", "verify_claims"]
+__all__ = ["counters", "serve_metrics", "verify_claims"]
 
 logger = logging.getLogger("bicl")
 
@@ -23,6 +24,31 @@ _tags: PageTags | None = None
 def counters() -> TagCounters:
     """This shard's counters."""
     return _tags.counters if _tags is not None else TagCounters()
+
+
+def serve_metrics() -> None:
+    """Publish the counters, if a port was given: rank r on port + r."""
+    port, rank = overlay_config().metrics_port, int(os.environ.get("RANK", "0"))
+    if not port:
+        return
+    from bicl.metrics import serve_counters
+
+    serve_counters(port + rank, _read, {"rank": str(rank)})
+
+
+def _read() -> dict[str, tuple[str, float]]:
+    now = counters()
+    return {
+        "bicl_prefix_claimed_tokens": ("Tokens that the router called cached", now.claimed_tokens),
+        "bicl_prefix_accepted_tokens": (
+            "Of them, those whose pages carried their tokens' tags",
+            now.accepted_tokens,
+        ),
+        "bicl_prefix_rejected_claims": (
+            "Requests whose claim of a cached prefix was lowered",
+            now.rejected_claims,
+        ),
+    }
 
 
 def verify_claims(model_class: Any, batch_class: Any) -> None:

@@ -58,6 +58,8 @@ def _mend_flash_causal_lm(module: Any) -> None:
 
 
 def _check_models(module: Any, *, release: Release) -> None:
+    from bicl.frontends.tgi import prefixes
+
     if not module.FLASH_ATTENTION:
         raise ConfigError(
             "text-generation-inference could not import its flash models (its own warning above "
@@ -77,6 +79,7 @@ def _check_models(module: Any, *, release: Release) -> None:
             from bicl.frontends.tgi.hook import end_process
 
             end_process(str(error))
+        prefixes.serve_metrics()
         logger.info(
             "bicl: cache in place, text-generation-inference %s, pages of %d tokens",
             release.name,

@@ -1,0 +1,79 @@
+"""``python -m bicl.frontends.tgi.selftest.matrix RESULTS.jsonl``: the support matrix in Markdown.
+
+Every mark comes from a case that ran against TGI's real shard; see ``--json`` of the self-test.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
+
+__all__ = ["FEATURES", "matrix"]
+
+FEATURES: Mapping[str, tuple[str, ...]] = {
+    "load, warm-up": (
+        "start_and_warm_up",
+        "block_size_reaches_the_router",
+        "capacity_fills_the_memory_and_no_more",
+    ),
+    "batches": (
+        "one_request",
+        "batch_of_four",
+        "joining_a_decoding_batch",
+        "health_request_on_page_0",
+    ),
+    "cancelling": ("cancelling_a_row",),
+    "prefixes": (
+        "cached_prefix_of_whole_pages",
+        "whole_prompt_cached_rewrites_a_shared_slot",
+    ),
+    "chunks": ("chunked_prompt", "chunked_prompt_beside_a_decoding_row"),
+    "poisoned prefixes": (
+        "prefix_that_was_never_computed",
+        "prefix_cancelled_between_chunks",
+        "page_reused_for_other_tokens",
+    ),
+    "random traffic": ("random_traffic",),
+}
+"""Column to the cases that must all hold."""
+
+HEAD = """# Support matrix
+
+Written from the results of the tests with text-generation-inference's real shard (float32, CPU);
+do not edit. Tokens equal those of plain transformers, or, for fp8 caches, those of the same prompt
+alone and in one piece. Pages are full of NaN before they are written.
+
+`yes`: all cases of the column hold. `-`: text-generation-inference does not do it there.
+`NO`: a case fails. `?`: not run.
+"""
+
+
+def matrix(lines: Iterable[str]) -> str:
+    """The page, from the self-test's JSON lines; the last result of a case counts."""
+    problems = {(r["scenario"], r["case"]): r["problem"] for r in map(json.loads, lines)}
+    rows = ["| | " + " | ".join(FEATURES) + " |", "|---" * (len(FEATURES) + 1) + "|"]
+    for name, scenario in SCENARIOS.items():
+        known = {"start_and_warm_up", *scenario.cases}
+        marks = []
+        for cases in FEATURES.values():
+            outcomes = [problems.get((name, case)) for case in cases if case in known]
+            marks.append(_mark(outcomes))
+        rows.append(f"| {name} | " + " | ".join(marks) + " |")
+    return HEAD + "\n" + "\n".join(rows) + "\n"
+
+
+def _mark(outcomes: list[str | None]) -> str:
+    """None: not run; empty: held; else it failed."""
+    if not outcomes:
+        return "-"
+    if any(outcomes):
+        return "NO"
+    return "?" if None in outcomes else "yes"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(matrix(Path(sys.argv[1]).read_text().splitlines()))

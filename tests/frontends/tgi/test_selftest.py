@@ -1,0 +1,46 @@
+"""The self-test's own parts that need no TGI: the list of cases, the support matrix."""
+
+from __future__ import annotations
+
+import json
+
+from bicl.frontends.tgi.selftest.cases import CASES, CHUNKING
+from bicl.frontends.tgi.selftest.matrix import FEATURES, matrix
+from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
+
+
+def line(scenario: str, case: str, problem: str = "") -> str:
+    return json.dumps({"scenario": scenario, "case": case, "seconds": 1, "problem": problem})
+
+
+def row(text: str, scenario: str) -> list[str]:
+    (found,) = (x for x in text.splitlines() if x.startswith(f"| {scenario} |"))
+    return [cell.strip() for cell in found.split("|")[2:-1]]
+
+
+def all_held(scenario: str) -> list[str]:
+    return [line(scenario, case) for case in ("start_and_warm_up", *SCENARIOS[scenario].cases)]
+
+
+def test_every_case_has_a_column() -> None:
+    listed = [case for cases in FEATURES.values() for case in cases]
+    assert sorted(listed) == sorted({"start_and_warm_up", *CASES})
+    assert set(CHUNKING) <= set(CASES)
+
+
+def test_matrix_says_yes_only_if_every_case_held() -> None:
+    assert set(row(matrix(all_held("llama")), "llama")) == {"yes"}
+    failed = [*all_held("llama"), line("llama", "chunked_prompt", "wrong token")]
+    marks = dict(zip(FEATURES, row(matrix(failed), "llama"), strict=True))
+    assert marks["chunks"] == "NO"
+    assert marks["prefixes"] == "yes"
+
+
+def test_what_did_not_run_is_not_called_supported() -> None:
+    assert set(row(matrix([]), "qwen2")) == {"?"}
+
+
+def test_what_tgi_lacks_is_marked() -> None:
+    marks = dict(zip(FEATURES, row(matrix(all_held("qwen3")), "qwen3"), strict=True))
+    assert marks["chunks"] == "-"
+    assert marks["poisoned prefixes"] == "yes"
