@@ -6,7 +6,6 @@ import inspect
 import os
 import sys
 from importlib.util import find_spec
-import sys
 from typing import Annotated, Any
 
 import typer
