@@ -1,0 +1,53 @@
+"""docs/tgi.md, held to the code: messages, flags and variables."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from bicl.launcher.flags import OUR_FLAGS
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "tgi.md").read_text()
+FOLDERS = ("server/bicl/frontends/tgi", "server/bicl/launcher", "patches/hook")
+SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+
+
+def strings(node: ast.AST) -> str:
+    """A string's text; what is formatted in is one U+FFFC."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(strings(value) for value in node.values)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return "\ufffc"
+
+
+def said() -> list[str]:
+    trees = (ast.walk(ast.parse(path.read_text())) for path in SOURCES)
+    kinds = (ast.JoinedStr, ast.Constant)
+    return [strings(node) for tree in trees for node in tree if isinstance(node, kinds)]
+
+
+def messages() -> list[str]:
+    table = PAGE.partition("## Messages")[2]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_message_is_one_that_the_code_says(message: str) -> None:
+    pattern = re.escape(message).replace(r"\.\.\.", ".*").replace(r"\ N\ ", " .* ")
+    fixed = re.sub(r"^bicl_tgi_start\\.pth", "", pattern)  # made of a constant
+    fixed = fixed.replace("ATTENTION=flashdecoding", ".*")
+    assert any(re.search(fixed, text) for text in said()), message
+
+
+def test_flags_and_variables_are_documented() -> None:
+    for flag in OUR_FLAGS:
+        assert flag.name in PAGE or flag.refused, flag.name
+    read = {name for path in SOURCES for name in re.findall(r"BICL_[A-Z_]+[A-Z]", path.read_text())}
+    for name in read - {"BICL_TGI"}:
+        assert name in PAGE, name
