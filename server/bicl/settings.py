@@ -93,9 +93,7 @@ class Setting:
         """
         try:
             if self.type is bool:
-                return {"true": True, "1": True, "false": False, "0": False}[
-                    text.lower()
-                ]
+                return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
             return self.type(text)
         except (KeyError, ValueError):
             expected = (
