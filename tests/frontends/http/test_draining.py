@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,12 +97,10 @@ def test_streams_beyond_the_grace_end_with_an_error_event() -> None:
     with server(grace=0.5, tick=0.01) as (process, url):
         stream = Stream(url, tokens=90_000)
         wait_until(lambda: bool(stream.events))
-        started = time.monotonic()
         os.kill(process.pid, signal.SIGTERM)
         stream.join(20)
         assert stream.events[-1]["error_type"] == "generation"
         assert exit_code(process) == 0
-        assert time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
