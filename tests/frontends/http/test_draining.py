@@ -30,10 +30,10 @@ def _preloaded() -> Iterator[None]:
 
 
 @contextmanager
-def server(grace: float, tick: float) -> Iterator[tuple[Any, str]]:
+def server(grace: float, tick: float, dies_after: float | None = None) -> Iterator[tuple[Any, str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = CONTEXT.Process(target=fake_server.main, args=(port, grace, tick))
+    process = CONTEXT.Process(target=fake_server.main, args=(port, grace, tick, dies_after))
     process.start()
     url = f"http://127.0.0.1:{port}"
     try:
@@ -119,3 +119,9 @@ def test_a_second_signal_does_not_wait() -> None:
         os.kill(process.pid, signal.SIGTERM)
         assert exit_code(process) == 0
         stream.join(10)
+
+
+def test_a_server_whose_engine_ended_stops_with_an_error() -> None:
+    """(A68)"""
+    with server(grace=60, tick=0.01, dies_after=1.0) as (process, _):
+        assert exit_code(process) == fake_server.ENGINE_FAILED

@@ -1,4 +1,4 @@
-"""uvicorn, with SIGTERM meaning "finish what runs" and exit status 0."""
+"""uvicorn that drains on SIGTERM, and that ends when its engine has."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 # For the last bytes of answers that are complete, after the engine has drained.
 FLUSH_SECONDS = 5
+# uvicorn ticks ten times a second.
+TICKS_BETWEEN_CHECKS = 5
 
 
 class DrainingServer(uvicorn.Server):
@@ -24,6 +26,9 @@ class DrainingServer(uvicorn.Server):
 
     uvicorn would close its sockets first, so that clients and probes saw refused connections, and
     would end by raising the signal again.
+
+    An engine whose thread ended (its device or its bookkeeping cannot be trusted) will not recover:
+    the server stops, too, so that whoever supervises it starts another. ``engine_failed`` tells.
     """
 
     def __init__(self, config: uvicorn.Config, inference: Inference, grace_seconds: float) -> None:
@@ -31,6 +36,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._inference = inference
         self._grace_seconds = grace_seconds
+        self.engine_failed = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._inference.draining:
@@ -38,6 +44,13 @@ class DrainingServer(uvicorn.Server):
             return
         self._inference.draining = True
         threading.Thread(target=self._drain, name="drain", daemon=True).start()
+
+    async def on_tick(self, counter: int) -> bool:
+        due = counter % TICKS_BETWEEN_CHECKS == 0 and not self._inference.draining
+        if due and not self._inference.engine.snapshot().healthy:
+            log.error("the engine ended: stopping the server")
+            self._inference.draining = self.engine_failed = self.should_exit = True
+        return await super().on_tick(counter)
 
     def _drain(self) -> None:
         log.info("signal received: no new requests, %g s for the others", self._grace_seconds)

@@ -15,7 +15,7 @@ import torch
 import uvicorn
 
 from bicl.config import ServerConfig, environment, parse_memory
-from bicl.errors import BackendError, ConfigError
+from bicl.errors import BackendError, BiclError, ConfigError
 from bicl.frontends.http.app import create_app
 from bicl.frontends.http.assembly import ModelFacts, assemble
 from bicl.frontends.http.draining import DrainingServer
@@ -48,6 +48,7 @@ def serve(config: ServerConfig) -> None:
 
     Raises:
         ConfigError: the model or a setting cannot work.
+        BiclError: the engine ended while it served.
     """
     _configure_logging(config.json_output)
     with closing(bind(config.hostname, config.port)) as listener:
@@ -82,6 +83,8 @@ def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
         )
         server = DrainingServer(options, state.inference, config.graceful_termination_timeout)
         server.run(sockets=[listener])
+        if server.engine_failed:
+            raise BiclError("the engine ended; the log above says why")
     finally:
         engine.stop()
 
