@@ -82,7 +82,7 @@ def case_capacity_fills_the_memory_and_no_more(bench: Bench) -> None:
     padded = -(-bench.model.head_dim // size) * size
     rows = bench.model.num_layers * bench.model.num_kv_heads // len(bench.shards.processes)
     page_bytes = rows * padded * 2 * size * bench.kv_bytes
-    warm_up_pages = 512 // size
+    warm_up_pages = -(-(512 - 1 + bench.router.speculate) // size)
     pages = bench.num_tokens // size - warm_up_pages
     assert pages == bench.free_bytes // page_bytes
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from text_generation_server.pb import generate_pb2 as pb
 
-from bicl.frontends.tgi.selftest.models import Model
 from bicl.frontends.tgi.selftest.shard import Answer, Shards
 
 __all__ = ["Router", "Sequence"]
@@ -23,19 +22,29 @@ class Sequence:
     max_new_tokens: int
     pages: list[int]
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     finished: bool = False
+
+
+class Texts(Protocol):
+    """Where prompts come from; :class:`Model` is one."""
+
+    def prompt(self, length: int, seed: str) -> list[int]: ...
+
+    def text(self, ids: list[int]) -> str: ...
 
 
 class Router:
     """Hands out shuffled page ids and keeps one batch of the shard going."""
 
-    def __init__(self, shards: Shards, model: Model, num_tokens: int, page_size: int) -> None:
+    def __init__(self, shards: Shards, model: Texts, num_tokens: int, page_size: int) -> None:
         self.shards, self.model, self.page_size = shards, model, page_size
         self._free = list(range(1, num_tokens // page_size))
         random.Random(5).shuffle(self._free)
         info = shards.info()
         self.speculate, self.chunks = info.speculate, info.support_chunking
         self.running: dict[int, Sequence] = {}
+        self.step_microseconds: list[float] = []
         self._batches: list[Any] = []
         self._next_id = 1
 
@@ -96,11 +105,13 @@ class Router:
         self.shards.prefill(self._batch_id(), [request])
 
     def _take(self, answer: Answer) -> None:
+        self.step_microseconds.append(answer.microseconds)
         if answer.batch is not None:
             self._batches.append(answer.batch)
         for request_id, tokens in answer.tokens.items():
             sequence = self.running[request_id]
             sequence.tokens += tokens
+            sequence.logprobs += answer.logprobs[request_id]
             if request_id in answer.finished:
                 sequence.finished = True
                 del self.running[request_id]

@@ -53,11 +53,20 @@ def start_environment(hook: Path, more: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class Answer:
-    """What a prefill or decode call gave: new tokens by request, finished requests, the batch."""
+    """What a prefill or decode call gave.
+
+    Attributes:
+        tokens, logprobs: new ones, by request.
+        finished: requests that have ended.
+        batch: what the shard keeps, or None.
+        microseconds: the shard's own time for the step.
+    """
 
     tokens: dict[int, list[int]]
+    logprobs: dict[int, list[float]]
     finished: set[int]
     batch: Any
+    microseconds: float
 
 
 class Shards:
@@ -168,10 +177,12 @@ class Shards:
 
     def _step(self, method: str, request: Any) -> Answer:
         answers = self.call(method, request)
-        tokens, finished = {}, set()
+        tokens, logprobs, finished = {}, {}, set()
         for generation in (g for answer in answers for g in answer.generations):
             tokens[generation.request_id] = list(generation.tokens.ids)
+            logprobs[generation.request_id] = list(generation.tokens.logprobs)
             if generation.HasField("generated_text"):
                 finished.add(generation.request_id)
         batch = answers[0].batch if answers[0].HasField("batch") else None
-        return Answer(tokens, finished, batch)
+        slowest = max(answer.total_ns for answer in answers) / 1000
+        return Answer(tokens, logprobs, finished, batch, slowest)

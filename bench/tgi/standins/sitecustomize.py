@@ -1,0 +1,131 @@
+"""Start-up of a benchmarked shard: the overlay's hook, seeded weights, filled pages."""
+
+import importlib.abc
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls a function on some modules right after they have run."""
+
+    def find_spec(self, name, path, target=None):
+        if name not in AFTER:
+            return None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                spec.loader.exec_module = _then(spec.loader.exec_module, AFTER[name])
+                return spec
+        return None
+
+
+def _then(run, after):
+    def both(module):
+        run(module)
+        after(module)
+
+    return both
+
+
+class _Slice:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def get_shape(self):
+        return list(self.tensor.shape)
+
+    def get_dtype(self):
+        return "BF16"
+
+    def __getitem__(self, index):
+        return self.tensor[index]
+
+
+class _SeededWeights:
+    """A Llama checkpoint that is made when it is read: N(0, 0.02), norms 1."""
+
+    def __init__(self, filename, framework="pytorch"):
+        config = json.loads((Path(filename).parent / "config.json").read_text())
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        head = hidden // config["num_attention_heads"]
+        kv = config["num_key_value_heads"] * head
+        self.shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+        self.shapes |= {"lm_head.weight": (config["vocab_size"], hidden)}
+        self.shapes |= {"model.norm.weight": (hidden,)}
+        for i in range(config["num_hidden_layers"]):
+            layer = {
+                "self_attn.q_proj": (hidden, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, hidden),
+                "mlp.gate_proj": (inner, hidden),
+                "mlp.up_proj": (inner, hidden),
+                "mlp.down_proj": (hidden, inner),
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+            }
+            self.shapes |= {f"model.layers.{i}.{n}.weight": s for n, s in layer.items()}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def keys(self):
+        return list(self.shapes)
+
+    def get_tensor(self, name):
+        import torch
+
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16, device="cuda")
+        generator = torch.Generator("cuda").manual_seed(zlib.crc32(name.encode()))
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator).mul_(
+            0.02
+        )
+
+    def get_slice(self, name):
+        return _Slice(self.get_tensor(name))
+
+
+def _seed_weights(module):
+    if os.environ.get("BENCH_SEEDED_WEIGHTS") == "1":
+        module.safe_open = _SeededWeights
+
+
+def _fixed_memory(module):
+    size = int(os.environ["TEST_FREE_MEMORY"])
+    module.get_free_memory = lambda device, fraction: size
+
+
+def _fill_pages(module):
+    if os.environ.get("BENCH_FILL_PAGES") != "1":
+        return
+    init = module.KVCache.__init__
+
+    def filled(self, **options):
+        import torch
+
+        init(self, **options)
+        part = torch.randn(1 << 20, device="cuda").mul_(0.5)
+        flat = self.layer.pages.view(-1)
+        for start in range(0, flat.numel(), part.numel()):
+            piece = flat[start : start + part.numel()]
+            piece.copy_(part[: piece.numel()])
+
+    module.KVCache.__init__ = filled
+
+
+AFTER = {
+    "text_generation_server.utils.weights": _seed_weights,
+    "text_generation_server.utils.import_utils": _fixed_memory,
+    "bicl.frontends.tgi.kv_cache": _fill_pages,
+}
+
+sys.meta_path.insert(0, _Finder())
+import bicl_tgi_start  # noqa: E402, F401

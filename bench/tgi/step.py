@@ -1,0 +1,220 @@
+"""Time of a decode step in TGI's real shard with an 8B-shaped Llama, CUDA graphs on.
+
+Runs in an environment with TGI's Python server on a machine with a GPU::
+
+    python -m bench.tgi.step --out bench/results/tgi-h200.json
+
+Weights are seeded, N(0, 0.02). Contexts come without prefill: a request claims that all but its
+last token is cached (``BICL_VERIFY_PREFIXES=0``) on pages full of N(0, 0.5); for timing their
+content does not matter. ``standins/`` has our own kernels in place of those that TGI loads from
+the hub: rotary embedding and norms are the same for every cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from bicl.frontends.tgi.selftest.cases import Bench
+from bicl.frontends.tgi.selftest.models import Model, make_model
+from bicl.frontends.tgi.selftest.router import Router, request_of
+from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
+from bicl.frontends.tgi.selftest.shard import Shards
+
+ROOT = Path(__file__).parents[2]
+STANDINS = Path(__file__).parent / "standins"
+SHAPES = (
+    (1, 1024), (8, 1024), (32, 1024), (128, 1024),
+    (1, 4096), (8, 4096), (32, 4096),
+    (1, 16384), (8, 16384), (32, 16384),
+)  # fmt: skip
+GRAPHS = "1,2,4,8,16,32,128"
+STEPS = 30
+WARM_UP_STEPS = 5
+PREFILL_TOKENS = 4096
+TOTAL_TOKENS = 16640
+FREE_BYTES = 90 * 10**9
+NUM_WORDS = 20000
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class Words:
+    """Prompts of a word-level tokenizer: word i is token i."""
+
+    def prompt(self, length: int, seed: str) -> list[int]:
+        start = sum(seed.encode()) * 31
+        return [4 + (start + i) % (NUM_WORDS - 4) for i in range(length)]
+
+    def text(self, ids: list[int]) -> str:
+        return " ".join(f"w{i}" for i in ids)
+
+
+def write_model(path: Path) -> None:
+    """Config, tokenizer, and a checkpoint file that only has to exist."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(LLAMA_8B))
+    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    words = {w: i for i, w in enumerate(special)}
+    words |= {f"w{i}": i for i in range(len(special), NUM_WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
+    save_file({"empty": torch.zeros(1)}, path / "model.safetensors")
+
+
+def gpu_environment(**more: str) -> dict[str, str]:
+    paths = [STANDINS, ROOT / "patches" / "hook", ROOT / "server", os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "ATTENTION": "flashdecoding",
+        "PREFIX_CACHING": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_GRAPHS": GRAPHS,
+        **more,
+    }
+
+
+def warm_up(shards: Shards, texts: Any, prefill: int, total: int) -> Router:
+    request = request_of(0, texts.text(texts.prompt(prefill, "warm-up")), prefill)
+    request.stopping_parameters.max_new_tokens = total - prefill
+    num_tokens = shards.warmup([request], prefill, total)
+    print(f"capacity {num_tokens} tokens", flush=True)
+    return Router(shards, texts, num_tokens, shards.info().block_size)
+
+
+def time_shape(router: Router, batch: int, context: int) -> float:
+    """Median of the shard's own time of a decode step, in microseconds."""
+    sequences = []
+    for i in range(batch):
+        ids = router.model.prompt(context, f"{batch}/{i}")
+        sequences.append(router.sequence(ids, STEPS + WARM_UP_STEPS + 2))
+    router.prefill(*sequences, cached=context - 1)
+    router.decode(WARM_UP_STEPS + STEPS)
+    result = statistics.median(router.step_microseconds[-STEPS:])
+    router.abandon()
+    for sequence in sequences:
+        router.release(sequence)
+    return result
+
+
+def time_steps(folder: Path, kv_dtype: str | None) -> list[dict[str, Any]]:
+    environment = gpu_environment(
+        TEST_FREE_MEMORY=str(FREE_BYTES),
+        BENCH_SEEDED_WEIGHTS="1",
+        BENCH_FILL_PAGES="1",
+        BICL_VERIFY_PREFIXES="0",
+    )
+    flags = ["--dtype", "bfloat16"] + (["--kv-cache-dtype", kv_dtype] if kv_dtype else [])
+    name, rows = "bicl-fp8" if kv_dtype else "bicl", []
+    with Shards(folder, environment, *flags) as shards:
+        router = warm_up(shards, Words(), PREFILL_TOKENS, TOTAL_TOKENS)
+        for batch, context in SHAPES:
+            microseconds = time_shape(router, batch, context)
+            shape = f"{batch}x{context}"
+            rows.append({"op": "step", "shape": shape, "impl": name, "us": round(microseconds, 1)})
+            print(f"{name:<10}{shape:<10}{microseconds:9.1f} us", flush=True)
+    return rows
+
+
+def check(folder: Path) -> None:
+    """The self-test's cases on the GPU, in bf16 with graphs, and log-probabilities beside
+    transformers' own in float32 and in bf16."""
+    model = make_model("llama", folder)
+    environment = gpu_environment(TEST_FREE_MEMORY=str(64 << 20), BICL_DEBUG_POISON="1")
+    with Shards(model.path, environment, "--dtype", "bfloat16") as shards:
+        router = warm_up(shards, model, 256, 512)
+        bench = Bench(shards, router, model, 0, 0, kv_bytes=2, exact=False)
+        compare_logprobs(bench, model)
+        for name, case in SCENARIOS["llama"].cases.items():
+            if name == "capacity_fills_the_memory_and_no_more":
+                continue
+            try:
+                case(bench)
+                print(f"ok   {name}", flush=True)
+            except Exception as error:
+                print(f"FAIL {name}: {str(error)[:400]}", flush=True)
+                router.abandon()
+
+
+def compare_logprobs(bench: Bench, model: Model) -> None:
+    """Differences of the chosen tokens' log-probabilities, over prompts and decode steps."""
+    from transformers import AutoModelForCausalLM
+
+    exact = model._model.cuda()
+    rounded = AutoModelForCausalLM.from_pretrained(model.path, torch_dtype=torch.bfloat16).cuda()
+    ours, theirs = [], []
+    for length in (5, 64, 100, 129, 200):
+        sequence = bench.sequence(bench.prompt(length, 77), new_tokens=24)
+        bench.router.prefill(sequence)
+        bench.router.finish()
+        ids = torch.tensor([sequence.prompt + sequence.tokens], device="cuda")
+        places = torch.arange(length - 1, ids.shape[1] - 1, device="cuda")
+        chosen = ids[0, length:]
+        with torch.inference_mode():
+            truth, bf16 = (
+                m(ids).logits[0, places].float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+                for m in (exact, rounded)
+            )
+        got = torch.tensor(sequence.logprobs, device="cuda")
+        ours += (got - truth).abs().tolist()
+        theirs += (bf16 - truth).abs().tolist()
+    for name, values in (("shard", ours), ("transformers bf16", theirs)):
+        print(
+            f"log-probability beside float32, {name}: mean {statistics.mean(values):.4f}, "
+            f"max {max(values):.4f} over {len(values)} tokens",
+            flush=True,
+        )
+    model._model.cpu()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write results here, as JSON")
+    parser.add_argument("--only", choices=["check", "step"], help="default: both")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if options.only != "step":
+            check(folder)
+        if options.only == "check":
+            return 0
+        write_model(folder / "8b")
+        rows = time_steps(folder / "8b", None) + time_steps(folder / "8b", "fp8_e4m3fn")
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
