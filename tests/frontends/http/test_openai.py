@@ -150,6 +150,17 @@ def test_max_completion_tokens_is_another_name_of_max_tokens(
     assert engine.requests[0].params.max_new_tokens == 3
 
 
+def test_stop_may_be_one_string_as_openai_has_it(client: TestClient, engine: FakeEngine) -> None:
+    chat = {"messages": HELLO, "max_tokens": 1}
+    for stop in ("a", ["a", "b"], None):
+        client.post("/v1/chat/completions", json={**chat, "stop": stop})
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "stop": stop})
+    stops = [request.params.stop for request in engine.requests]
+    assert stops == [("a",)] * 2 + [("a", "b")] * 2 + [()] * 2
+    refused = client.post("/v1/completions", json={"prompt": "a", "stop": [1]})
+    assert refused.status_code == 422
+
+
 def test_a_conversation_that_ends_with_the_assistant_is_continued(
     client: TestClient, tokenizer: PreTrainedTokenizerFast, engine: FakeEngine
 ) -> None:

@@ -1,8 +1,12 @@
 """The wire on the real engine: same tokens as transformers, pages accounted for, reuse reported."""
 
+import contextlib
 import json
+import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -213,4 +217,52 @@ def test_extreme_but_legal_parameters_are_answered(client, engine, parameters) -
     assert details["generated_tokens"] == len(details["tokens"]) >= 1
     assert all(token["logprob"] is None or token["logprob"] <= 0 for token in details["tokens"])
     assert client.get("/health").status_code == 200
+    engine.check_integrity()
+
+
+def test_mixed_traffic_leaves_every_page_and_permit_back(live, app, engine) -> None:
+    """300 requests of all kinds from 16 threads; a quarter of the clients leaves. (A30, A31)"""
+    state = app.state.server
+    permits = state.inference._permits
+    draws = random.Random(7)
+    kinds = [
+        ("/generate", lambda: {"inputs": text(), "parameters": sampling()}),
+        ("/generate_stream", lambda: {"inputs": text(), "parameters": sampling()}),
+        ("/v1/completions", lambda: {"prompt": [text(), text()], "max_tokens": 12}),
+        ("/v1/completions", lambda: {"prompt": text(), "max_tokens": 12, "stream": True}),
+        ("/v1/chat/completions", lambda: {"messages": chat(), "max_tokens": 9, "stream": True}),
+        ("/generate", lambda: {"inputs": text(), "parameters": {"top_p": 5}}),
+        ("/generate", lambda: {"inputs": "x" * 600}),
+        ("/tokenize", lambda: {"inputs": text()}),
+    ]
+
+    def text() -> str:
+        return draws.choice("abc") * 70 + str(draws.randrange(40)) * draws.randrange(1, 90)
+
+    def chat() -> list[dict]:
+        return [{"role": "user", "content": text()}]
+
+    def sampling() -> dict:
+        extra = [{}, {"do_sample": True, "best_of": 2}, {"stop": ["a"]}, {"top_n_tokens": 3}]
+        return {"max_new_tokens": draws.randrange(1, 40), **draws.choice(extra)}
+
+    work = [(route, make(), draws.random() < 0.25) for route, make in draws.choices(kinds, k=300)]
+
+    def run(job: tuple[str, dict, bool]) -> int:
+        route, body, leaves = job
+        if leaves:
+            with contextlib.closing(send(live, route, body)) as connection:
+                connection.settimeout(draws.choice([0.001, 0.02]))
+                with contextlib.suppress(TimeoutError):
+                    connection.recv(200)
+            return 0
+        return httpx.post(live.url + route, json=body, timeout=120).status_code
+
+    with ThreadPoolExecutor(16) as pool:
+        statuses = Counter(pool.map(run, work))
+    assert set(statuses) <= {0, 200, 422}
+    assert statuses[200] > 100
+    wait_until(lambda: engine.snapshot().batch_size + engine.snapshot().queue_size == 0)
+    wait_until(lambda: state.inference._permits == permits)
+    assert engine.snapshot().pages_in_use == 0
     engine.check_integrity()

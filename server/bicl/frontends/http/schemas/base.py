@@ -5,9 +5,19 @@ from __future__ import annotations
 import ctypes
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-__all__ = ["F32", "I32", "U32", "U64", "ErrorResponse", "Wire", "is_empty", "shortest_f32"]
+__all__ = [
+    "F32",
+    "I32",
+    "U32",
+    "U64",
+    "ErrorResponse",
+    "StopStrings",
+    "Wire",
+    "is_empty",
+    "shortest_f32",
+]
 
 _F32_MAX = 3.4028234663852886e38
 
@@ -36,6 +46,14 @@ F32 = Annotated[float, AfterValidator(_to_f32)]
 I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+# OpenAI takes one string, too; TGI only a list.
+StopStrings = Annotated[list[str] | None, BeforeValidator(_listed)]
 
 
 class Wire(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from bicl.frontends.http.schemas.base import F32, U32, U64, Wire, is_empty
+from bicl.frontends.http.schemas.base import F32, U32, U64, StopStrings, Wire, is_empty
 from bicl.frontends.http.schemas.generate import GrammarType, SimpleToken
 
 __all__ = [
@@ -109,7 +109,7 @@ class ChatRequest(Wire):
     max_tokens: U32 | None = None
     n: U32 | None = Field(default=None, description="Only 1 is supported.")
     presence_penalty: F32 | None = None
-    stop: list[str] | None = None
+    stop: StopStrings = None
     stream: bool = False
     seed: U64 | None = None
     temperature: F32 | None = None

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from bicl.frontends.http.schemas.base import F32, U32, U64, Wire
+from bicl.frontends.http.schemas.base import F32, U32, U64, StopStrings, Wire
 from bicl.frontends.http.schemas.chat import Usage
 
 __all__ = ["Chunk", "CompletionComplete", "CompletionFinal", "CompletionRequest"]
@@ -23,7 +23,7 @@ class CompletionRequest(Wire):
     suffix: str | None = Field(default=None, description="Not supported: answered 422.")
     repetition_penalty: F32 | None = None
     frequency_penalty: F32 | None = None
-    stop: list[str] | None = None
+    stop: StopStrings = None
     # OpenAI's fields that TGI ignores; a value that would change the answer is refused.
     n: Any = Field(default=None, description="Only 1 is supported.")
     best_of: Any = Field(default=None, description="Only 1 is supported.")
