@@ -35,7 +35,12 @@ MODELS = {
     "mistral-window": ModelSpec("mistral", {"head_dim": 64}, window=48),
     "gemma2-window": ModelSpec(
         "gemma2",
-        {"head_dim": 64, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 5.0},
+        {
+            "head_dim": 64,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+        },
         window=48,
     ),
     "phi3-head96": ModelSpec("phi3", {"hidden_size": 384}),

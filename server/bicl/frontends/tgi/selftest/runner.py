@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ __all__ = ["Result", "run_scenario"]
 
 PREFILL_TOKENS = 256
 TOTAL_TOKENS = 512
+START = "start_and_warm_up"
 
 
 @dataclass(frozen=True)
@@ -38,25 +40,33 @@ def run_scenario(name: str, folder: Path, hook: Path, only: str = "") -> Iterato
         hook: folder of ``bicl_tgi_start.py``.
         only: run this case alone.
     """
-    scenario = SCENARIOS[name]
-    model = make_model(scenario.model, folder)
+    scenario, begin = SCENARIOS[name], time.monotonic()
     memory = {"TEST_FREE_MEMORY": str(scenario.free_bytes)}
     environment = start_environment(hook, {**scenario.environment, **memory})
-    begin = time.monotonic()
-    with Shards(model.path, environment, *scenario.flags, world_size=scenario.world_size) as shards:
-        bench = _warm_up(shards, model, scenario)
-        yield Result(name, "start_and_warm_up", time.monotonic() - begin)
+    with ExitStack() as stack:
+        try:
+            model = make_model(scenario.model, folder)
+            shards = Shards(
+                model.path, environment, *scenario.flags, world_size=scenario.world_size
+            )
+            bench = _warm_up(stack.enter_context(shards), model, scenario)
+        except Exception:
+            yield Result(name, START, time.monotonic() - begin, traceback.format_exc())
+            return
+        yield Result(name, START, time.monotonic() - begin)
         for case, function in scenario.cases.items():
-            if only not in ("", case):
-                continue
-            begin = time.monotonic()
-            problem = ""
-            try:
-                function(bench)
-            except Exception:
-                problem = traceback.format_exc()
-                bench.router.abandon()
-            yield Result(name, case, time.monotonic() - begin, problem)
+            if only in ("", case):
+                yield _run_case(name, case, function, bench)
+
+
+def _run_case(scenario: str, case: str, function: Callable[[Bench], None], bench: Bench) -> Result:
+    begin = time.monotonic()
+    try:
+        function(bench)
+    except Exception:
+        bench.router.abandon()
+        return Result(scenario, case, time.monotonic() - begin, traceback.format_exc())
+    return Result(scenario, case, time.monotonic() - begin)
 
 
 def _warm_up(shards: Shards, model: Model, scenario: Scenario) -> Bench:
