@@ -2,6 +2,7 @@
 
 Runs in an environment with TGI's Python server on a machine with a GPU::
 
+    python -m bench.tgi.step --check
     python -m bench.tgi.step --out bench/results/tgi-h200.json
 
 Weights are seeded, N(0, 0.02). Contexts come without prefill: a request claims that all but its
@@ -128,22 +129,35 @@ def time_shape(router: Router, batch: int, context: int) -> float:
     return result
 
 
-def time_steps(folder: Path, kv_dtype: str | None) -> list[dict[str, Any]]:
+OURS = {"BICL_VERIFY_PREFIXES": "0"}
+STOCK = {"BICL_DISABLE": "1", "ATTENTION": "flashinfer", "CUDA_GRAPHS": "1,2,4,8,16,32"}
+IMPLS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "bicl": (OURS, ()),
+    "bicl-fp8": (OURS, ("--kv-cache-dtype", "fp8_e4m3fn")),
+    "flashinfer-p1": (STOCK, ()),
+    "flashinfer-p1-tc": ({**STOCK, "BENCH_TENSOR_CORES": "1"}, ()),
+}
+"""What differs between the shards. ``flashinfer-p1`` is TGI's default with today's FlashInfer."""
+
+
+def time_steps(folder: Path, name: str, shapes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    environment, flags = IMPLS[name]
     environment = gpu_environment(
         TEST_FREE_MEMORY=str(FREE_BYTES),
         BENCH_SEEDED_WEIGHTS="1",
         BENCH_FILL_PAGES="1",
-        BICL_VERIFY_PREFIXES="0",
+        **environment,
     )
-    flags = ["--dtype", "bfloat16"] + (["--kv-cache-dtype", kv_dtype] if kv_dtype else [])
-    name, rows = "bicl-fp8" if kv_dtype else "bicl", []
-    with Shards(folder, environment, *flags) as shards:
+    rows = []
+    with Shards(folder, environment, "--dtype", "bfloat16", *flags) as shards:
         router = warm_up(shards, Words(), PREFILL_TOKENS, TOTAL_TOKENS)
-        for batch, context in SHAPES:
+        for batch, context in shapes:
+            if batch > 32 and "BICL_DISABLE" in environment:
+                continue  # no graph, and FlashInfer's workspace in TGI is too small for one
             microseconds = time_shape(router, batch, context)
             shape = f"{batch}x{context}"
             rows.append({"op": "step", "shape": shape, "impl": name, "us": round(microseconds, 1)})
-            print(f"{name:<10}{shape:<10}{microseconds:9.1f} us", flush=True)
+            print(f"{name:<18}{shape:<10}{microseconds:9.1f} us", flush=True)
     return rows
 
 
@@ -154,7 +168,7 @@ def check(folder: Path) -> None:
     environment = gpu_environment(TEST_FREE_MEMORY=str(64 << 20), BICL_DEBUG_POISON="1")
     with Shards(model.path, environment, "--dtype", "bfloat16") as shards:
         router = warm_up(shards, model, 256, 512)
-        bench = Bench(shards, router, model, 0, 0, kv_bytes=2, exact=False)
+        bench = Bench(shards, router, model, 0, 0, kv_bytes=2, exact=False, tie=0.3)
         compare_logprobs(bench, model)
         for name, case in SCENARIOS["llama"].cases.items():
             if name == "capacity_fills_the_memory_and_no_more":
@@ -201,18 +215,22 @@ def compare_logprobs(bench: Bench, model: Model) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write results here, as JSON")
-    parser.add_argument("--only", choices=["check", "step"], help="default: both")
+    parser.add_argument("--check", action="store_true", help="compare, do not time")
+    parser.add_argument("--impls", default=",".join(IMPLS), help="default: all")
+    parser.add_argument("--shapes", default=",".join(f"{b}x{c}" for b, c in SHAPES))
     options = parser.parse_args()
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if options.only != "step":
+        if options.check:
             check(folder)
-        if options.only == "check":
             return 0
         write_model(folder / "8b")
-        rows = time_steps(folder / "8b", None) + time_steps(folder / "8b", "fp8_e4m3fn")
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        for name in options.impls.split(","):
+            rows += time_steps(folder / "8b", name, shapes)
+            if options.out:
+                options.out.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 

@@ -113,15 +113,41 @@ def _fill_pages(module):
 
         init(self, **options)
         part = torch.randn(1 << 20, device="cuda").mul_(0.5)
-        flat = self.layer.pages.view(-1)
-        for start in range(0, flat.numel(), part.numel()):
-            piece = flat[start : start + part.numel()]
-            piece.copy_(part[: piece.numel()])
+        tensors = [self.layer.pages] if hasattr(self, "layer") else self.kv_cache
+        for flat in (tensor.view(-1) for tensor in tensors):
+            for start in range(0, flat.numel(), part.numel()):
+                piece = flat[start : start + part.numel()]
+                piece.copy_(part[: piece.numel()])
 
     module.KVCache.__init__ = filled
 
 
+def _fit_flashinfer(module):
+    """TGI calls an older FlashInfer: one argument has another name now, and the fa2 kernels that
+    it had are asked for by name. ``BENCH_TENSOR_CORES=1``: what one flag would give."""
+    paged = module.BatchPrefillWithPagedKVCacheWrapper
+    decode = module.BatchDecodeWithPagedKVCacheWrapper
+
+    class Prefill(paged):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, backend="fa2", **options)
+
+        def plan(self, *, head_dim, **options):
+            super().plan(head_dim_qk=head_dim, **options)
+
+    class Decode(decode):
+        def __init__(self, *arguments, **options):
+            if os.environ.get("BENCH_TENSOR_CORES") == "1":
+                options["use_tensor_cores"] = True
+            super().__init__(*arguments, **options)
+
+    module.BatchPrefillWithPagedKVCacheWrapper = Prefill
+    module.BatchDecodeWithPagedKVCacheWrapper = Decode
+
+
 AFTER = {
+    "flashinfer": _fit_flashinfer,
+    "text_generation_server.layers.attention.kv_cache": _fill_pages,
     "text_generation_server.utils.weights": _seed_weights,
     "text_generation_server.utils.import_utils": _fixed_memory,
     "bicl.frontends.tgi.kv_cache": _fill_pages,

@@ -61,7 +61,8 @@ class Router:
 
     def release(self, sequence: Sequence, keep: int = 0) -> None:
         """Give back all pages but the first ``keep``; they are handed out again at once."""
-        self._free += [p for p in reversed(sequence.pages[keep:]) if p not in self._free]
+        free = set(self._free)
+        self._free += [p for p in reversed(sequence.pages[keep:]) if p not in free]
 
     def prefill(self, *sequences: Sequence, cached: int = 0, chunk: int | None = None) -> None:
         """Send new requests; they join the running batch, if there is one, now or in decode.
