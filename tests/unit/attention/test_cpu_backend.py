@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -353,3 +354,41 @@ def test_value_scale_multiplies_the_output(backend: CpuBackend) -> None:
     once = backend.run(step.query, step.layer, step.meta, scale=0.125)
     twice = backend.run(step.query, doubled, step.meta, scale=0.125)
     torch.testing.assert_close(twice, 2 * once)
+
+
+def test_pool_above_two_to_the_31_elements() -> None:
+    """A sequence in the last pages equals the same one in the first. (A24, A43)
+
+    Memory that nobody touches is never committed, so the 2 GiB cost nothing.
+    """
+    layout = PageLayout(8, 128, torch.float8_e4m3fn, swizzle=False)
+    num_pages = 2**31 // layout.page_bytes + 8
+    layer = KVPool([layout], num_pages, "cpu").layers[0]
+    assert layer.pages.numel() > 2**31
+    backend = CpuBackend()
+    key, value = torch.randn(2, 130, 8, 128)
+    query = torch.randn(3, 16, 128)
+    answers = []
+    for first in (0, num_pages - 3):
+        step = build_step([(3, 130)], layout, filled=False)
+        step.meta.page_table[0, :3] = torch.arange(first, first + 3, dtype=torch.int32)
+        backend.store(layer, key, value, first * 64 + torch.arange(130))
+        answers.append(backend.run(query, layer, step.meta, scale=0.1))
+        backend.store(layer, key[:1] * 0, value[:1] * 0, torch.tensor([(num_pages - 1) * 64 + 63]))
+    assert torch.equal(*answers)
+
+
+def test_threads_with_steps_of_their_own_share_a_backend(backend: CpuBackend) -> None:
+    layout = PageLayout(2, 64, torch.float32, swizzle=False)
+    steps = [build_step([(1, 65 + i), (1, 300)], layout, group=2, seed=i) for i in range(4)]
+    truths = [reference.run(s.query, s.layer, s.meta, scale=0.125)[0] for s in steps]
+
+    def work(number: int) -> float:
+        step, worst = steps[number], 0.0
+        for _ in range(50):
+            out = backend.run(step.query, step.layer, step.meta, scale=0.125)
+            worst = max(worst, float((out - truths[number]).abs().max()))
+        return worst
+
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(work, range(4))) < 1e-5

@@ -195,10 +195,11 @@ class KVCacheCall:
 
     def keys(self) -> Keys:
         """Pages of all sequences, the appended tokens included."""
+        # Lengths that the host could not check must not lead a kernel past the table.
+        lengths = self._lengths.clamp(max=self._places.capacity)
         if self._layer is not None:
-            return Keys(self._layer, self._places.table, self._lengths, self._head_dims[1])
+            return Keys(self._layer, self._places.table, lengths, self._head_dims[1])
         assert self._rows is not None
-        lengths = self._lengths
         token = torch.arange(self._places.capacity, device=self._device)[None, :]
         if self._leftpad is not None:
             lengths = (lengths - self._leftpad).clamp(min=0)
