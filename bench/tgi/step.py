@@ -14,6 +14,8 @@ the hub: rotary embedding and norms are the same for every cache.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
 import statistics
@@ -156,7 +158,8 @@ def time_steps(folder: Path, name: str, shapes: list[tuple[int, int]]) -> list[d
                 continue  # no graph, and FlashInfer's workspace in TGI is too small for one
             microseconds = time_shape(router, batch, context)
             shape = f"{batch}x{context}"
-            rows.append({"op": "step", "shape": shape, "impl": name, "us": round(microseconds, 1)})
+            row = {"op": "step", "heads": "32/8", "shape": shape, "impl": name}
+            rows.append({**row, "us": round(microseconds, 1)})
             print(f"{name:<18}{shape:<10}{microseconds:9.1f} us", flush=True)
     return rows
 
@@ -212,6 +215,21 @@ def compare_logprobs(bench: Bench, model: Model) -> None:
     model._model.cpu()
 
 
+def describe() -> dict[str, str]:
+    """What the rows were measured on."""
+    packages = ("torch", "transformers", "flashinfer-python")
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return {
+        "command": " ".join(sys.argv),
+        "gpu": torch.cuda.get_device_name(),
+        "what": f"the shard's own time of a decode step, median of {STEPS}; graphs {GRAPHS}",
+        **found,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write results here, as JSON")
@@ -230,7 +248,8 @@ def main() -> int:
         for name in options.impls.split(","):
             rows += time_steps(folder / "8b", name, shapes)
             if options.out:
-                options.out.write_text(json.dumps(rows, indent=1) + "\n")
+                result = {"meta": describe(), "rows": rows}
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

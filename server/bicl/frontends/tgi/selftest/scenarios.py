@@ -55,5 +55,5 @@ SCENARIOS = {
     "gemma2-window": Scenario("gemma2-window"),
     "phi3-head96": Scenario("phi3-head96"),
     "gpt-neox-head80": Scenario("gpt-neox-head80"),
-    "smollm2": Scenario("smollm2", free_bytes=384 << 20, new_tokens=40),
+    "smollm2": Scenario("smollm2", free_bytes=384 << 20),
 }
