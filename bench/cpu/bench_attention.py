@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import shlex
 import sys
@@ -186,6 +187,7 @@ def main() -> None:
             "date": datetime.date.today().isoformat(),
             "command": shlex.join(sys.argv),
             "rounds": arguments.rounds,
+            "load_average": os.getloadavg()[0],
         }
         arguments.output.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 
