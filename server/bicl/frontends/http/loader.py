@@ -94,6 +94,7 @@ def load_model(
         ConfigError: not found, not reachable, or not a decoder that pages can serve.
     """
     target = _device(device)
+    weights_dtype = _dtype(dtype, target)
     source, options = _source(model_id, revision)
     options |= {"trust_remote_code": trust_remote_code}
     register()
@@ -101,7 +102,7 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=_dtype(dtype, target),
+            dtype=weights_dtype,
             attn_implementation=ATTENTION_NAME,
             **({} if target.type == "cpu" else {"device_map": {"": target}}),
             **options,
