@@ -120,17 +120,21 @@ struct WarpState {
 template <typename T>
 struct Query {
   static constexpr int kSteps = T::kHeadDim / 16;
-  uint32_t fragments[T::kQueryShared ? 1 : T::kHeadBlocks][T::kQueryShared ? 1 : kSteps][2];
+  uint2 fragments[T::kQueryShared ? 1 : T::kHeadBlocks * kSteps];
   const uint2* shared;  // [head block][step][lane], already at this lane
 
   __device__ __forceinline__ void get(uint32_t (&b)[2], int n, int k) const {
-    if constexpr (T::kQueryShared) {
-      const uint2 pair = shared[(n * kSteps + k) * 32];
-      b[0] = pair.x, b[1] = pair.y;
-    } else {
-      b[0] = fragments[n][k][0], b[1] = fragments[n][k][1];
-    }
+    const uint2 pair = T::kQueryShared ? shared[(n * kSteps + k) * 32] : fragments[n * kSteps + k];
+    b[0] = pair.x, b[1] = pair.y;
   }
+};
+
+// What one warp fetches of a query: all of it, or its share of what goes to shared memory.
+template <typename T>
+struct FetchedQuery {
+  static constexpr int kTotal = T::kHeadBlocks * Query<T>::kSteps;
+  static constexpr int kOwn = T::kQueryShared ? (kTotal + T::kConsumerWarps - 1) / T::kConsumerWarps : kTotal;
+  uint2 fragments[kOwn];
 };
 
 // S^T of 32 keys: score[m][n] holds keys 16m + (g, g + 8) by heads 8n + (2t, 2t + 1).

@@ -60,17 +60,17 @@ class Combiner : protected Cta<T> {
     return is_last() != 0;
   }
 
-  // Lists the slots that hold parts of this head, in order; `start` is its first position in the line.
-  __device__ __forceinline__ int list_slots(const Line& line, const Place& place, int start, int slots) const {
-    const int first = line.owner(start);
+  // Lists the slots that hold parts of this head, in order.
+  __device__ __forceinline__ int list_slots(const Line& line, const Place& place, int slots) const {
+    const int first = line.owner(place, 0);
     if (!p_.deterministic) {
-      const int count = line.owner(start + place.num_blocks - 1) - first + 1;
+      const int count = line.owner(place, place.num_blocks - 1) - first + 1;
       for (int i = threadIdx.x; i < count; i += T::kConsumers) list()[i] = (first + i) * slots + (i == 0);
       return count;
     }
     const int step = unit_blocks(place.num_blocks);
     const int units = (place.num_blocks + step - 1) / step;
-    const int owner = lane_ < units ? line.owner(start + lane_ * step) : -1 - lane_;
+    const int owner = lane_ < units ? line.owner(place, lane_ * step) : -1 - lane_;
     const uint32_t same = __match_any_sync(~0u, owner);
     const bool counted = lane_ < units && (owner != first || lane_ == 0);
     const uint32_t all = __ballot_sync(~0u, counted);
@@ -80,9 +80,9 @@ class Combiner : protected Cta<T> {
     return __popc(all);
   }
 
-  __device__ __forceinline__ void combine_line(const Line& line, const Place& place, const Heads& heads, int start,
+  __device__ __forceinline__ void combine_line(const Line& line, const Place& place, const Heads& heads,
                                                int slots) const {
-    const int count = list_slots(line, place, start, slots);
+    const int count = list_slots(line, place, slots);
     ptx::named_barrier(kConsumersOnly, T::kConsumers);
     constexpr int kBatch = 8;  // loads in flight
     for_vectors(heads, [&](int, int row, int dim) {

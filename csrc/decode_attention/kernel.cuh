@@ -44,6 +44,7 @@ class DecodeCta : Combiner<T> {
   using Base::shared;
   using Base::start_cluster;
   using Base::stats;
+  using Base::vector_share;
   using Base::wait_peers_started;
   using typename Base::Plan;
 
@@ -101,7 +102,7 @@ class DecodeCta : Combiner<T> {
     const int longest = __reduce_max_sync(~0u, blocks);
     const int batch = p_.sequences.batch;
     if (batch > 1 && 4 * longest * batch > 5 * __reduce_add_sync(~0u, blocks)) return false;
-    if (p_.deterministic && num_units(longest) > T::kUnitParts << k_.cluster_log2) return false;
+    if (p_.deterministic && num_units(longest) * vector_share() > T::kResults) return false;  // parts need room
     uint32_t head;
     const int sequence = k_.heads.divide(ptx::cluster_index(), head);
     const int count = __shfl_sync(~0u, blocks, sequence);
@@ -208,33 +209,44 @@ class DecodeCta : Combiner<T> {
 
   __device__ __forceinline__ void consume(const Line& line, const Share& share, bool cluster) {
     const int slots = p_.deterministic ? kMaxUnits + 1 : 2;
+    if (share.begin == share.end) return;
     Cursor cursor(share.begin, warp_ / 2);
     WarpState<T> state;
+    Query<T> query;
+    Place place = place_of(line, share, cluster, share.begin);
+    FetchedQuery<T> fetched = fetch_query(place);
+    install_query(query, fetched);
+    if (T::kQueryShared) ptx::named_barrier(kConsumersOnly, T::kConsumers);
 #pragma unroll 1
     for (int x = share.begin; x < share.end;) {
       // A segment: consecutive blocks of one (sequence, head).
-      const Place place = place_of(line, share, cluster, x);
-      const int start = x - place.block;
       const int count = min(place.num_blocks - place.block, share.end - x);
       const int step = p_.deterministic ? unit_blocks(place.num_blocks) : count;
-      const bool from_start = place.block == 0;
-      const bool whole = count == place.num_blocks;
-      const Heads heads = heads_of(place.head);
-      Query<T> query;
-      load_query(query, place.sequence, heads);
+      Place next = place;
 #pragma unroll 1
       for (int done = 0, index = 0; done < count; done += step, ++index) {
         const int unit_end = x + min(done + step, count);
-        unit(cursor, place, start, unit_end, query, state);
+        unit(cursor, place, x - place.block, unit_end, query, state);
+        const bool last = unit_end == x + count;
+        if (last && unit_end < share.end) {  // on its way while this segment's results are merged
+          next = place_of(line, share, cluster, unit_end);
+          fetched = fetch_query(next);
+        }
+        const bool from_start = place.block == 0, whole = count == place.num_blocks;
         // Deterministic units are folded in order; where an earlier CTA began the head, they stay apart.
         Target target{Target::kFinal, from_start && done > 0, static_cast<int>(blockIdx.x) * slots};
         if (cluster) target = {Target::kCluster, false, cluster_part(place.block + done, step)};
-        else if (from_start && unit_end < x + count) target.kind = Target::kKeep;
+        else if (from_start && !last) target.kind = Target::kKeep;
         else if (!whole) target.kind = Target::kWorkspace, target.slot += from_start ? slots - 1 : index;
-        merge(state, place.sequence, heads, target);
+        ptx::named_barrier(kConsumersOnly, T::kConsumers);  // merge buffer and query have been read
+        if (last && unit_end < share.end) install_query(query, fetched);
+        merge(state, place.sequence, heads_of(place.head), target);
       }
-      if (!cluster && !whole && arrive_last(place, count)) combine_line(line, place, heads, start, slots);
+      if (!cluster && count < place.num_blocks && arrive_last(place, count)) combine_line(line, place, heads_of(place.head), slots);
       x += count;
+      // Where registers are short, found again rather than kept.
+      if (!T::kQueryShared) place = next;
+      else if (x < share.end) place = place_of(line, share, cluster, x);
     }
   }
 
@@ -273,43 +285,50 @@ class DecodeCta : Combiner<T> {
   }
 
   // Zero for rows and dims that do not exist; fp8: as fp16.
-  __device__ __forceinline__ void load_query(Query<T>& query, int sequence, const Heads& heads) const {
+  __device__ __forceinline__ FetchedQuery<T> fetch_query(const Place& place) const {
+    const Heads heads = heads_of(place.head);
     const int t = lane_ % 4;
-    const auto* rows = static_cast<const uint16_t*>(p_.query) + sequence * p_.query_token_stride +
+    const auto* rows = static_cast<const uint16_t*>(p_.query) + place.sequence * p_.query_token_stride +
                        (heads.first_query + lane_ / 4) * p_.query_head_stride;
     const auto pair = [&](int n, int dim) {
       if (8 * n + lane_ / 4 >= heads.active || dim >= p_.head_dim) return 0u;
-      const uint32_t bits = *reinterpret_cast<const uint32_t*>(rows + 8 * n * p_.query_head_stride + dim);
-      if (!T::kFp8 || p_.query_dtype == DType::kFloat16) return bits;
-      const auto clamp = [](uint32_t b) { return fminf(fmaxf(__uint_as_float(b), -65504.f), 65504.f); };
-      return ptx::pack(clamp(bits << 16), clamp(bits & 0xffff0000u), __half{});
+      return *reinterpret_cast<const uint32_t*>(rows + 8 * n * p_.query_head_stride + dim);
     };
-    const auto first = [&](int n, int k) { return pair(n, 16 * k + (T::kFp8 ? 4 : 2) * t); };
-    const auto second = [&](int n, int k) { return pair(n, 16 * k + (T::kFp8 ? 4 * t + 2 : 2 * t + 8)); };
-    if constexpr (T::kQueryShared) {
-      auto* fragments = reinterpret_cast<uint2*>(shared() + Plan::kQuery) + lane_;
-      ptx::named_barrier(kConsumersOnly, T::kConsumers);  // the last query has been used
-#pragma unroll 2
-      for (int i = warp_; i < T::kHeadBlocks * Query<T>::kSteps; i += T::kConsumerWarps)
-        fragments[i * 32] = make_uint2(first(i / Query<T>::kSteps, i % Query<T>::kSteps),
-                                    second(i / Query<T>::kSteps, i % Query<T>::kSteps));
-      ptx::named_barrier(kConsumersOnly, T::kConsumers);
-      query.shared = fragments;
-    } else {
+    FetchedQuery<T> fetched;
 #pragma unroll
-      for (int n = 0; n < T::kHeadBlocks; ++n)
+    for (int i = 0; i < FetchedQuery<T>::kOwn; ++i) {
+      const int index = T::kQueryShared ? warp_ + i * T::kConsumerWarps : i;
+      if (index >= FetchedQuery<T>::kTotal) break;
+      const int n = index / Query<T>::kSteps, dim = index % Query<T>::kSteps * 16;
+      fetched.fragments[i] = make_uint2(pair(n, dim + (T::kFp8 ? 4 : 2) * t),
+                                        pair(n, dim + (T::kFp8 ? 4 * t + 2 : 2 * t + 8)));
+    }
+    return fetched;
+  }
+
+  __device__ __forceinline__ uint32_t to_compute(uint32_t bits) const {
+    if (!T::kFp8 || p_.query_dtype == DType::kFloat16) return bits;
+    const auto clamp = [](uint32_t b) { return fminf(fmaxf(__uint_as_float(b), -65504.f), 65504.f); };
+    return ptx::pack(clamp(bits << 16), clamp(bits & 0xffff0000u), __half{});
+  }
+
+  // Where the query is shared, no warp may still read the last one, and a barrier must follow.
+  __device__ __forceinline__ void install_query(Query<T>& query, const FetchedQuery<T>& fetched) const {
+    auto* fragments = reinterpret_cast<uint2*>(shared() + Plan::kQuery) + lane_;
+    query.shared = fragments;
 #pragma unroll
-        for (int k = 0; k < Query<T>::kSteps; ++k) {
-          query.fragments[n][k][0] = first(n, k);
-          query.fragments[n][k][1] = second(n, k);
-        }
+    for (int i = 0; i < FetchedQuery<T>::kOwn; ++i) {
+      const int index = T::kQueryShared ? warp_ + i * T::kConsumerWarps : i;
+      if (index >= FetchedQuery<T>::kTotal) break;
+      const uint2 pair = make_uint2(to_compute(fetched.fragments[i].x), to_compute(fetched.fragments[i].y));
+      if (T::kQueryShared) fragments[index * 32] = pair;
+      else query.fragments[T::kQueryShared ? 0 : i] = pair;
     }
   }
 
   // --- results ----------------------------------------------------------------------------------------
-  // The warps' states to one piece a thread, and on to its target.
+  // The warps' states to one piece a thread, and on to its target. The merge buffer must be free.
   __device__ __forceinline__ void merge(WarpState<T>& state, int sequence, const Heads& heads, const Target& target) {
-    ptx::named_barrier(kConsumersOnly, T::kConsumers);  // the last merge has been read
     put_state(state, heads.active);
     ptx::named_barrier(kConsumersOnly, T::kConsumers);
     for_vectors(heads, [&](int v, int row, int dim) {

@@ -107,6 +107,7 @@ void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
 
   KernelParams k;
   k.p = p;
+  k.p.pdl = p.pdl && info.major >= 9;
   k.group = group;
   const int head_blocks = (group + 8 * variant.head_blocks - 1) / (8 * variant.head_blocks);
   const int heads = p.pages.num_kv_heads * head_blocks;
@@ -120,18 +121,18 @@ void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
   LaunchConfig config;
   config.block = dim3(kernel->threads);
   config.shared_bytes = k.stages * kernel->stage_bytes + kernel->fixed_bytes + entry_bytes;
-  config.pdl = p.pdl && hopper;
+  config.pdl = p.pdl && info.major >= 9;
   config.stream = stream;
   allow_shared(*kernel, device, info.max_shared_bytes);
   k.cluster_log2 = 0;
   const int pairs = p.sequences.batch * heads;
   if (hopper) {
-    int size = p.force_cluster ? p.force_cluster : cluster_size(pairs, p.num_sms);
-    if (p.deterministic && size != 8) size = 1;  // shared memory holds the units of full clusters only
-    if (p.sequences.batch > 32) size = 1;        // their lengths must fit one warp
+    int size = cluster_size(pairs, p.sequences.batch, p.num_sms, p.deterministic);
+    if (p.force_cluster && p.sequences.batch <= 32) size = p.force_cluster;
     config.cluster = size;
     config.grid = dim3(size * pairs);
-    if (size > 1 && (p.force_cluster || active_clusters(*kernel, config, device) >= pairs)) k.cluster_log2 = size == 8 ? 3 : size == 4 ? 2 : 1;
+    if (size > 1 && (p.force_cluster || active_clusters(*kernel, config, device) >= pairs))
+      k.cluster_log2 = size == 8 ? 3 : size == 4 ? 2 : 1;
   }
   config.cluster = 1 << k.cluster_log2;
   if (config.cluster == 1)

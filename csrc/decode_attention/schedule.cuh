@@ -7,6 +7,9 @@
 //   |head 0   |head 1   |head 2   |head 0 |head 1 |head 2 |
 //   |---- CTA 0 ----|---- CTA 1 ----|---- CTA 2 ----|        stream-K: equal shares, cut anywhere
 //
+// Where CTAs work on several heads each, ending one counts as a block more, or CTAs full of short sequences would
+// come last.
+//
 // "head" is a KV head, or one of its blocks of query heads where a group is larger than a CTA serves.
 // Deterministic: shares are cut only at unit boundaries, which depend on the sequence's own length, and units
 // are combined in order; whoever computes them, the numbers are the same.
@@ -19,10 +22,11 @@ namespace bicl::decode {
 
 constexpr int kMaxUnits = 16;  // units of one (sequence, head)
 
-// One sequence; `before` of the entry past the last one is the sum.
+// One sequence; the entry past the last one holds the sums.
 struct Entry {
-  int before;  // blocks of one head in all sequences before this one
-  int length;  // tokens
+  int before;       // blocks of one head in all sequences before this one
+  int used_before;  // how many of those sequences have any
+  int length;       // tokens
 };
 
 // The blocks a sequence's one query sees.
@@ -58,32 +62,39 @@ __device__ __forceinline__ void build_entries(Entry* entries, const Sequences& s
                                               int multiple) {
   constexpr int kPerLane = 4;  // neighbouring sequences a lane counts itself
   const int lane = threadIdx.x % 32;
-  int carry = 0;
+  int blocks_carry = 0, used_carry = 0;
 #pragma unroll 1
   for (int base = 0; base < sequences.batch; base += 32 * kPerLane) {
     const int first = base + lane * kPerLane;
-    int length[kPerLane], before[kPerLane];
+    int length[kPerLane], blocks[kPerLane];
+    int own_blocks = 0, own_used = 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
       length[i] = first + i < sequences.batch ? sequences.cache_seqlens[first + i] : 0;
-    int own = 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      before[i] = own;
-      own += visible_span(length[i], window_left, multiple).num_blocks;
+      blocks[i] = visible_span(length[i], window_left, multiple).num_blocks;
+      own_blocks += blocks[i];
+      own_used += blocks[i] > 0;
     }
-    int sum = own;
+    int blocks_sum = own_blocks, used_sum = own_used;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
+      const int other_blocks = __shfl_up_sync(~0u, blocks_sum, step);
+      const int other_used = __shfl_up_sync(~0u, used_sum, step);
+      if (lane >= step) blocks_sum += other_blocks, used_sum += other_used;
     }
+    int before = blocks_carry + blocks_sum - own_blocks, used = used_carry + used_sum - own_used;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i)
-      if (first + i < sequences.batch) entries[first + i] = {carry + sum - own + before[i], length[i]};
-    carry += __shfl_sync(~0u, sum, 31);
+    for (int i = 0; i < kPerLane; ++i) {
+      if (first + i < sequences.batch) entries[first + i] = {before, used, length[i]};
+      before += blocks[i];
+      used += blocks[i] > 0;
+    }
+    blocks_carry += __shfl_sync(~0u, blocks_sum, 31);
+    used_carry += __shfl_sync(~0u, used_sum, 31);
   }
-  if (lane == 0) entries[sequences.batch] = {carry, 0};
+  if (lane == 0) entries[sequences.batch] = {blocks_carry, used_carry, 0};
 }
 
 // Sequence, head and block of a position in the line.
@@ -103,59 +114,75 @@ class Line {
   __device__ __forceinline__ Line(const Entry* entries, int batch, int num_heads, const FastDiv& grid,
                                   bool deterministic)
       : entries_(entries), batch_(batch), num_heads_(num_heads), grid_(grid), deterministic_(deterministic) {
-    total_ = entries[batch].before * num_heads;
+    // Ending a head costs about as much as a block. It matters where CTAs work on several.
+    const Entry sum = entries[batch];
+    head_cost_ = sum.used_before * num_heads > static_cast<int>(grid.divisor) ? 1 : 0;
+    total_cost_ = (sum.before + head_cost_ * sum.used_before) * num_heads;
   }
 
-  __device__ __forceinline__ int total() const { return total_; }
-
   __device__ __forceinline__ Place place(int x) const {
-    int low = 0, high = batch_;  // entries[low].before * heads <= x < entries[high].before * heads
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (entries_[middle].before * num_heads_ <= x) low = middle;
-      else high = middle;
-    }
-    const Entry entry = entries_[low];
-    const unsigned blocks = entries_[low + 1].before - entry.before;
+    const int sequence = find(x, 0);
+    const Entry entry = entries_[sequence];
+    const unsigned blocks = entries_[sequence + 1].before - entry.before;
     const unsigned rest = x - entry.before * num_heads_;
     const unsigned head = rest / blocks;
-    return {low, static_cast<int>(head), static_cast<int>(rest - head * blocks), static_cast<int>(blocks),
+    return {sequence, static_cast<int>(head), static_cast<int>(rest - head * blocks), static_cast<int>(blocks),
             entry.length};
   }
 
   // Where CTA `cta`'s share begins; that of cta + 1 is where it ends.
   __device__ __forceinline__ int begin(int cta) const {
-    const int x = even_share(cta);
-    return deterministic_ && x < total_ ? next_unit(x) : x;
+    const int cost = even_share(cta);
+    if (cost >= total_cost_) return entries_[batch_].before * num_heads_;
+    if (head_cost_ == 0 && !deterministic_) return cost;
+    const int sequence = find(cost, head_cost_);
+    const Entry entry = entries_[sequence];
+    const int blocks = entries_[sequence + 1].before - entry.before;
+    const int rest = cost - (entry.before + head_cost_ * entry.used_before) * num_heads_;
+    const int head = static_cast<unsigned>(rest) / static_cast<unsigned>(blocks + head_cost_);
+    int block = rest - head * (blocks + head_cost_);
+    if (deterministic_) {
+      const int unit = unit_blocks(blocks);
+      block = (block + unit - 1) / unit * unit;
+    }
+    return entry.before * num_heads_ + head * blocks + min(block, blocks);
   }
 
-  // The CTA that holds x (deterministic: x begins a unit).
-  __device__ __forceinline__ int owner(int x) const {
+  // The CTA that computes block `block` of a place's head (deterministic: a block that begins a unit).
+  __device__ __forceinline__ int owner(const Place& place, int block) const {
+    const Entry entry = entries_[place.sequence];
+    const int cost = (entry.before + head_cost_ * entry.used_before) * num_heads_ +
+                     place.head * (place.num_blocks + head_cost_) + block;
     const int grid = grid_.divisor;
-    if (total_ < grid) return x;
-    int cta = min(static_cast<int>(__fdividef((x + 0.5f) * grid, static_cast<float>(total_))), grid - 1);
-    while (even_share(cta) > x) --cta;
-    while (even_share(cta + 1) <= x) ++cta;
+    if (total_cost_ < grid) return cost;
+    int cta = min(static_cast<int>(__fdividef((cost + 0.5f) * grid, static_cast<float>(total_cost_))), grid - 1);
+    while (even_share(cta) > cost) --cta;
+    while (even_share(cta + 1) <= cost) ++cta;
     return cta;
   }
 
  private:
-  // floor(cta * total / grid); one block each where there are fewer blocks than CTAs.
+  // The sequence that holds position x where every head of a sequence is `extra` longer than its blocks.
+  __device__ __forceinline__ int find(int x, int extra) const {
+    int low = 0, high = batch_;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if ((entries_[middle].before + extra * entries_[middle].used_before) * num_heads_ <= x) low = middle;
+      else high = middle;
+    }
+    return low;
+  }
+
+  // floor(cta * total / grid); one each where there is less than one a CTA.
   __device__ __forceinline__ int even_share(int cta) const {
-    if (total_ < static_cast<int>(grid_.divisor)) return min(cta, total_);
+    if (total_cost_ < static_cast<int>(grid_.divisor)) return min(cta, total_cost_);
     uint32_t rest;
-    const uint32_t quotient = grid_.divide(total_, rest);
+    const uint32_t quotient = grid_.divide(total_cost_, rest);
     return cta * quotient + grid_.divide(cta * rest);
   }
 
-  __device__ __forceinline__ int next_unit(int x) const {
-    const Place p = place(x);
-    const int unit = unit_blocks(p.num_blocks);
-    return x - p.block + min((p.block + unit - 1) / unit * unit, p.num_blocks);
-  }
-
   const Entry* entries_;
-  int batch_, num_heads_, total_;
+  int batch_, num_heads_, head_cost_, total_cost_;
   const FastDiv& grid_;
   bool deterministic_;
 };

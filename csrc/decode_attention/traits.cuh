@@ -52,7 +52,7 @@ struct Traits {
   // its group (a one-bit parity wait could pass a phase early), so kGroups divides the stage count.
   static constexpr int kGroups = kConsumerWarps / 2;
   // Query fragments live in registers where they fit beside the accumulators.
-  static constexpr bool kQueryShared = kHeadBlocks * kHeadDim >= 256 || (kConsumerWarps == 8 && kHeadDim > 64);
+  static constexpr bool kQueryShared = kHeadBlocks * kHeadDim >= 192 || (kConsumerWarps == 8 && kHeadDim > 64);
   static constexpr int kRowBytes = kTile * kBytes;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kDimTiles = kHeadDim / kTile;

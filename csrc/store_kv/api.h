@@ -38,7 +38,7 @@ inline void store_kv_api(TensorView key, TensorView value, TensorView pages, Ten
   p.value_head_stride = value.stride(1);
   p.num_tokens = static_cast<int>(key.size(0));
   p.head_dim = static_cast<int>(key.size(2));
-  p.pdl = pdl;
+  p.pdl = pdl && device_info(device).major >= 9;
   DeviceGuard guard(device);
   store_kv(p, current_stream(device));
 }

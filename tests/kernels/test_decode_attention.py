@@ -24,6 +24,7 @@ LENGTHS = {
     "one": [4097],
     "skewed": [20000, 1, 64, 700, 0, 333, 2049],
     "many": [(37 * i) % 300 for i in range(200)],
+    "ramp": [64 * i for i in range(1, 41)],
 }
 STORED = {
     "bf16": (torch.bfloat16, torch.bfloat16),
@@ -214,7 +215,7 @@ def test_pools_above_two_billion_elements(backend: CudaBackend, workspace: Works
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])  # early launch follows a store of slot_mapping
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("batch", [1, 5, 64])
 def test_one_captured_graph_serves_all_lengths(batch: int, deterministic: bool, pdl: bool) -> None:
@@ -225,7 +226,7 @@ def test_one_captured_graph_serves_all_lengths(batch: int, deterministic: bool, 
     step = decode_step(CudaBackend(), lengths, layout, group=4, dtype=torch.bfloat16)
     truth = decode_truth(step, scale=0.1)
     last = torch.cumsum(step.meta.cache_seqlens, 0) - 1
-    key, value, slots = step.key[last], step.value[last], step.slots[last]
+    key, value, slots = step.key[last], step.value[last], step.meta.slot_mapping
     backend.store(step.layer, torch.full_like(key, math.nan), value, slots)  # must be overwritten
     real = step.meta.cache_seqlens.clone()
     out = torch.empty_like(step.query)

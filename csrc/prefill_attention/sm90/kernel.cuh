@@ -45,6 +45,14 @@ struct Ring {
   __device__ __forceinline__ uint32_t free_parity() const { return parity() ^ 1; }
 };
 
+// A ring place whose stage the compiler knows: its addresses and descriptors become constants.
+template <int kStages, int kStage>
+struct RingAt {
+  uint32_t count;
+  static constexpr uint32_t stage() { return kStage; }
+  __device__ __forceinline__ uint32_t parity() const { return count / kStages & 1; }
+};
+
 __device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
@@ -92,8 +100,8 @@ struct Blocks {
   __device__ __forceinline__ bool needs_end_mask(int block) const {
     return (block + 1) * Config<D>::kKeys > keys.all_end;
   }
-  __device__ __forceinline__ bool needs_begin_mask(int block) const {
-    return block * Config<D>::kKeys < keys.all_begin;
+  __device__ __forceinline__ int first_without_begin_mask() const {
+    return (keys.all_begin + Config<D>::kKeys - 1) / Config<D>::kKeys;
   }
 };
 
@@ -384,6 +392,8 @@ struct Consumer {
   static constexpr int kKeys = C::kKeys;
   // Capping needs the registers of the old probabilities: its products are waited for first.
   static constexpr bool kTight = kCap;
+  // Two blocks an iteration know their stages: no shuffle and no address arithmetic before the products.
+  static constexpr bool kPairs = C::kStages == 2 && !kCap && !kLocal;  // there ptxas runs out of registers
   // With another loop, ptxas finds too few registers at D = 128 and serialises every product.
   static constexpr bool kMaskAll = kLocal && kCap;
   const PrefillParams& p;
@@ -403,8 +413,8 @@ struct Consumer {
   }
 
   // s = Q K^T over the first N keys of the block in the ring.
-  template <int N>
-  __device__ __forceinline__ void issue_qk(Ring keys) {
+  template <int N, typename Place>
+  __device__ __forceinline__ void issue_qk(Place keys) {
     const uint32_t q = uniform(wgmma::descriptor(base + query.stage() * C::kQueryBytes + consumer * C::kPageBytes));
     const uint32_t k = wgmma::descriptor(base + C::kKeyOffset + keys.stage() * C::kStageBytes);
     auto& out = reinterpret_cast<float(&)[N / 2]>(s);
@@ -417,8 +427,8 @@ struct Consumer {
   }
 
   // o (+)= P V over the first kPages pages of the block in the ring.
-  template <int kPages>
-  __device__ __forceinline__ void issue_pv(Ring values, int add) {
+  template <int kPages, typename Place>
+  __device__ __forceinline__ void issue_pv(Place values, int add) {
     ptx::mbarrier_wait(ptx::smem_address(&control.value_full[values.stage()]), values.parity());
     const uint32_t v =
         wgmma::descriptor(base + C::kValueOffset + values.stage() * C::kStageBytes, kPageKeys * 128);
@@ -429,7 +439,8 @@ struct Consumer {
     wgmma::commit();
   }
 
-  __device__ __forceinline__ void await_keys(Ring keys) {
+  template <typename Place>
+  __device__ __forceinline__ void await_keys(Place keys) {
     ptx::mbarrier_wait(ptx::smem_address(&control.key_full[keys.stage()]), keys.parity());
   }
 
@@ -443,8 +454,22 @@ struct Consumer {
   // One block: its scores under the output product of the block before it, which has kPages pages.
   template <bool kMask, int kPages>
   __device__ __forceinline__ void step(const RowKeys& visible, int block, int add) {
-    float factor[2];
     const Ring keys{uniform(count)}, values{keys.count - 1};
+    step_at<kMask, kPages>(visible, block, add, keys, values);
+  }
+
+  // The same where `count` is known to be kStage modulo the stages.
+  template <int kStage>
+  __device__ __forceinline__ void plain_step(const RowKeys& visible, int block, int add) {
+    constexpr int kBefore = (kStage + C::kStages - 1) % C::kStages;
+    step_at<false, C::kPages>(visible, block, add, RingAt<C::kStages, kStage>{count},
+                              RingAt<C::kStages, kBefore>{count - 1});
+  }
+
+  template <bool kMask, int kPages, typename KeyPlace, typename ValuePlace>
+  __device__ __forceinline__ void step_at(const RowKeys& visible, int block, int add, KeyPlace keys,
+                                          ValuePlace values) {
+    float factor[2];
     await_keys(keys);
     await_turn(consumer);
     issue_qk<kKeys>(keys);
@@ -507,9 +532,18 @@ struct Consumer {
     if (half && block >= blocks.begin) step<true, 1>(visible, block--, 0);
     for (; block >= blocks.begin && blocks.needs_end_mask(block); --block)
       step<true, C::kPages>(visible, block, block + 1 < last);
-    for (; block >= blocks.begin && (!kLocal || kMaskAll || !blocks.needs_begin_mask(block)); --block)
-      step<kMaskAll, C::kPages>(visible, block, block + 1 < last);
-    if constexpr (kLocal && !kMaskAll)
+    if constexpr (!kMaskAll) {
+      const int lowest = kLocal ? max(blocks.begin, blocks.first_without_begin_mask()) : blocks.begin;
+      if constexpr (kPairs) {
+        if (count % 2 != 0 && block >= lowest) step<false, C::kPages>(visible, block, block + 1 < last), --block;
+        for (; block > lowest; block -= 2) {
+          plain_step<0>(visible, block, block + 1 < last);
+          plain_step<1>(visible, block - 1, 1);
+        }
+      }
+      for (; block >= lowest; --block) step<false, C::kPages>(visible, block, block + 1 < last);
+    }
+    if constexpr (kLocal)
       for (; block >= blocks.begin; --block) step<true, C::kPages>(visible, block, block + 1 < last);
 
     release(control.query_empty[query.stage()]);

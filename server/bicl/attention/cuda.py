@@ -32,9 +32,10 @@ class CudaBackend:
     Args:
         deterministic: results depend on a sequence's own tokens only, never on its batch mates
             or on where prefixes were cut; a few percent slower.
-        pdl: programmatic dependent launch: ``store`` and ``run`` start while the kernel ahead
-            still runs. Only for callers whose ``run`` of one query a sequence directly follows
-            ``store`` of those sequences' newest tokens on the stream.
+        pdl: programmatic dependent launch (Hopper and later): ``store`` starts while the kernel
+            ahead still runs, and so does the ``run`` of a decode step that follows the ``store``
+            of that step's ``slot_mapping`` in the same layer: old pages stream while the newest
+            tokens are written. Kernels launched in between, if any, are waited for.
 
     Raises:
         BackendError: no CUDA device, no compiled kernels, or none for this card.
@@ -42,10 +43,11 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, *, deterministic: bool = False, pdl: bool = False) -> None:
+    def __init__(self, *, deterministic: bool = False, pdl: bool = True) -> None:
         library.require_device()
         self.deterministic = deterministic
         self.pdl = pdl
+        self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # pages and slots, last call
         self._prefill = PrefillPlanner(deterministic=deterministic)
         self._workspaces: dict[torch.device, Workspace] = {}
         # Captured graphs keep using the workspace they were captured with.
@@ -71,6 +73,7 @@ class CudaBackend:
             store_kv(layer, key, value, slots, pdl=self.pdl)
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
+        self._stored = (layer.pages, slots)
 
     def run(
         self,
@@ -113,7 +116,7 @@ class CudaBackend:
                     window_left=window_left,
                     softcap=softcap,
                     deterministic=self.deterministic,
-                    pdl=self.pdl,
+                    pdl=self.pdl and self._follows_store(layer, meta),
                 )
             else:
                 plan = self._prefill.plan_for(
@@ -160,6 +163,7 @@ class CudaBackend:
         device = layers[0].device
         check_tensor("source", source, (None,), (torch.int64,), device)
         check_tensor("target", target, (source.shape[0],), (torch.int64,), device)
+        self._stored = None
         addresses = tuple(layer.pages.data_ptr() for layer in layers)
         lists = self._copy_lists.get(addresses)
         if lists is None:
@@ -170,6 +174,11 @@ class CudaBackend:
             )
             self._copy_lists[addresses] = lists
         copy_pages(*lists, source, target)
+
+    def _follows_store(self, layer: LayerCache, meta: AttentionMetadata) -> bool:
+        """Whether the last call stored this step's new tokens, one a sequence, in this layer."""
+        stored = self._stored
+        return stored is not None and stored[0] is layer.pages and stored[1] is meta.slot_mapping
 
     def _workspace(self, layer: LayerCache, num_q_heads: int, batch: int) -> Workspace:
         layout = layer.layout
