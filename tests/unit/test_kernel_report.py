@@ -50,8 +50,9 @@ def test_store_kv_leaves_room_for_full_occupancy(arch: str) -> None:
     assert all(int(str(k["registers"])) <= 40 for k in kernels("store_kv_kernel", arch))
 
 
-def test_the_decode_kernel_is_made_of_bulk_copies_and_tensor_core_products() -> None:
-    unit = kernels("decode_kernel", "sm_90a")[0]
+def instructions(kernel: str, mangled: str) -> str:
+    """The listing of the first Hopper kernel of that name."""
+    unit = kernels(kernel, "sm_90a")[0]
     listing = subprocess.run(
         [cuobjdump(), "-sass", "-arch", "sm_90a", str(library.library_path())],
         check=True,
@@ -59,8 +60,20 @@ def test_the_decode_kernel_is_made_of_bulk_copies_and_tensor_core_products() -> 
         text=True,
     ).stdout
     functions = listing.split("Function : ")[1:]
-    decode = next((f for f in functions if "decode_kernel" in f.split("\n", 1)[0]), None)
-    assert decode is not None, f"{unit['kernel']} is reported but not in the library"
+    found = next((f for f in functions if mangled in f.split("\n", 1)[0]), None)
+    assert found is not None, f"{unit['kernel']} is reported but not in the library"
+    return found
+
+
+def test_the_decode_kernel_is_made_of_bulk_copies_and_tensor_core_products() -> None:
+    decode = instructions("decode_kernel", "decode_kernel")
     for instruction in ("UBLKCP", "HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "MOVM.16"):
         assert instruction in decode
     assert "STL" not in decode, "a register array went to local memory"
+
+
+def test_the_hopper_prefill_kernel_is_made_of_bulk_copies_and_warpgroup_products() -> None:
+    prefill = instructions("prefill::sm90::kernel", "prefill4sm906kernel")
+    for instruction in ("UBLKCP", "HGMMA", "USETMAXREG"):
+        assert instruction in prefill
+    assert "STL" not in prefill, "a register array went to local memory"
