@@ -4,10 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PORT ?= 8080
 MODEL ?= bundled
+IMAGE ?= embedded
 PYTEST := $(BIN)/python -m pytest -c server/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: bench-kernels kernels sanitize help install install-dev serve test test-gpu check format lint typecheck doctor clean
+.PHONY: help install install-dev serve test test-gpu kernels bench-kernels sanitize check format lint typecheck patch unpatch image up doctor clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -53,6 +54,18 @@ lint: install-dev ## check the Python sources
 
 typecheck: install-dev ## check types, strictly in the core
 	$(BIN)/mypy --config-file server/pyproject.toml server/bicl
+
+patch: install ## put our cache into the TGI of TGI_SITE (its site-packages)
+	$(BIN)/python -m bicl.frontends.tgi.install --site-packages $(TGI_SITE)
+
+unpatch: install ## take it out again
+	$(BIN)/python -m bicl.frontends.tgi.install --site-packages $(TGI_SITE) --uninstall
+
+image: ## build the embedded image (IMAGE=tgi: the other one, on the official image)
+	DOCKER_BUILDKIT=1 docker build --target $(IMAGE) -t bicl-$(IMAGE) $(ARGS) .
+
+up: ## serve the embedded image through Compose
+	docker compose up --build embedded
 
 doctor: install ## say what this machine can run, and why not
 	$(BIN)/bicl doctor
