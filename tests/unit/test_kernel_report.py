@@ -16,7 +16,7 @@ REPORT = library.library_path().with_suffix(".json")
 pytestmark = pytest.mark.skipif(
     not REPORT.exists(), reason="kernels are not built: run `make kernels`"
 )
-SMS = ("sm_80", "sm_90", "sm_90a")
+SMS = ("sm_80", "sm_90")
 
 
 def kernels(name: str, arch: str) -> list[dict[str, object]]:
