@@ -18,7 +18,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3-pip mak
 WORKDIR /src
 COPY Makefile ./
 COPY csrc csrc
-RUN python3 csrc/build.py --out /lib
+RUN python3 csrc/build.py --output /lib/libbicl_kernels.so
 
 FROM kernels-${KERNELS} AS kernels
 
@@ -70,7 +70,8 @@ COPY --from=wheel /out /tmp/bicl
 COPY patches /opt/bicl/patches
 RUN uv pip install --no-cache --no-deps /tmp/bicl/*.whl && uv pip install --no-cache "apache-tvm-ffi>=0.1.15" torch-c-dlpack-ext \
  && rm -r /tmp/bicl \
- && python -m bicl.frontends.tgi.install && python -m bicl.frontends.tgi.install --verify \
+ && /usr/src/.venv/bin/python -m bicl.frontends.tgi.install \
+ && /usr/src/.venv/bin/python -m bicl.frontends.tgi.install --verify \
  && mv /usr/local/bin/text-generation-launcher /usr/local/bin/text-generation-launcher-upstream \
  && ln -s /usr/src/.venv/bin/bicl-launcher /usr/local/bin/text-generation-launcher
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=6 \
