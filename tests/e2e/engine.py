@@ -54,6 +54,7 @@ def _install() -> None:
 def _start_engine() -> None:
     if os.geteuid() != 0 or not shutil.which("dockerd"):
         pytest.skip("no Docker engine runs, and only root can start one")
+    (ROOT / "build").mkdir(exist_ok=True)
     log = (ROOT / "build" / "dockerd.log").open("w")
     subprocess.Popen(["dockerd"], stdout=log, stderr=log, start_new_session=True)
     for _ in range(60):
