@@ -55,13 +55,14 @@ def _start_engine() -> None:
     if os.geteuid() != 0 or not shutil.which("dockerd"):
         pytest.skip("no Docker engine runs, and only root can start one")
     (ROOT / "build").mkdir(exist_ok=True)
-    log = (ROOT / "build" / "dockerd.log").open("w")
-    subprocess.Popen(["dockerd"], stdout=log, stderr=log, start_new_session=True)
+    log = ROOT / "build" / "dockerd.log"
+    with log.open("w") as output:  # it outlives the tests; nobody waits for it
+        subprocess.run(["setsid", "--fork", "dockerd"], stdout=output, stderr=output, check=True)
     for _ in range(60):
         if succeeds("docker", "info"):
             return
         time.sleep(1)
-    pytest.skip(f"dockerd did not start: {Path(log.name).read_text()[-500:]}")
+    pytest.skip(f"dockerd did not start: {log.read_text()[-500:]}")
 
 
 def build_embedded(client: str, context: Path) -> str:
