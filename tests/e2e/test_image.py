@@ -145,7 +145,7 @@ def test_wrong_flags_end_the_container_with_one_clear_message(client: str, image
     assert "Traceback" not in done.stderr
 
 
-def test_dockerfile_pins_and_names_both_targets() -> None:
+def test_dockerfile_has_both_targets_a_health_check_and_an_unprivileged_user() -> None:
     text = Path(ROOT / "Dockerfile").read_text()
     for stage in ("AS embedded", "AS tgi", "HEALTHCHECK", "USER 10001"):
         assert stage in text

@@ -21,7 +21,8 @@ class AttentionMetadata:
     Attributes:
         page_table: int32 ``[B, max_pages]``, page ids.
         cache_seqlens: int32 ``[B]``, tokens, including those stored in this step.
-        cu_seqlens_q: int32 ``[B + 1]``, running sum of query lengths, starts at 0.
+        cu_seqlens_q: int32 ``[B + 1]``, running sum of query lengths, from 0 to ``T``:
+            every query row belongs to a sequence; padding rows are sequences of length 0.
         slot_mapping: int64 ``[T]``, where each new token's K and V go; -1 stores nothing.
         max_q: host upper bound of the query lengths.
         max_k: host upper bound of ``cache_seqlens``.
