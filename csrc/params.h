@@ -36,6 +36,7 @@ struct Sequences {
   const int32_t* page_table;     // [batch][page_table_stride]; entries past ceil(len / P) are never read
   const int32_t* cache_seqlens;  // [batch], tokens including those stored in this step
   int64_t page_table_stride;
+  int64_t page_table_head_stride;  // from one KV head's list of pages to the next; 0: all heads share one
   int batch;
 };
 
@@ -93,6 +94,7 @@ struct DecodeParams {
   int num_sms;
   bool deterministic;  // cuts depend on a sequence's own length only
   bool pdl;            // the kernel before this one may still be writing each sequence's newest token
+  bool late_table;     // with pdl: and the page table and the lengths
   bool force_sm80;     // tests: take the sm_80 path on any card
   int force_cluster;   // benchmarks: cluster size (1: stream-K); 0: by rule
   int force_grid;      // benchmarks: CTAs of stream-K; 0: by rule

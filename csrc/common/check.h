@@ -98,7 +98,9 @@ inline Pages pages_of(const TensorView& t, int64_t page_size, double k_scale, do
   return p;
 }
 
-inline Sequences sequences_of(const TensorView& page_table, const TensorView& cache_seqlens, int device) {
+// num_kv_heads: where a table may name other pages for each KV head, [batch, num_kv_heads, max_pages]; 0: never.
+inline Sequences sequences_of(const TensorView& page_table, const TensorView& cache_seqlens, int device,
+                              int num_kv_heads = 0) {
   check_cuda(page_table, "page_table", device);
   check_cuda(cache_seqlens, "cache_seqlens", device);
   check_int(page_table, "page_table", 32);
@@ -106,12 +108,15 @@ inline Sequences sequences_of(const TensorView& page_table, const TensorView& ca
   check_contiguous(cache_seqlens, "cache_seqlens");
   const int64_t batch = cache_seqlens.size(0);
   check_shape(cache_seqlens, "cache_seqlens", {batch});
-  check_shape(page_table, "page_table", {batch, -1});
+  const bool by_head = num_kv_heads > 0 && page_table.ndim() == 3;
+  if (by_head) check_shape(page_table, "page_table", {batch, num_kv_heads, -1});
+  else check_shape(page_table, "page_table", {batch, -1});
   check_rows(page_table, "page_table");
   Sequences s;
   s.page_table = static_cast<const int32_t*>(page_table.data_ptr());
   s.cache_seqlens = static_cast<const int32_t*>(cache_seqlens.data_ptr());
   s.page_table_stride = page_table.stride(0);
+  s.page_table_head_stride = by_head ? page_table.stride(1) : 0;
   s.batch = static_cast<int>(batch);
   return s;
 }

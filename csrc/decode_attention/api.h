@@ -6,17 +6,19 @@
 namespace bicl {
 
 // out, query [B, num_q_heads, head_dim] of one 16-bit dtype; lse float32 [num_q_heads, B] or None.
+// page_table [B, max_pages], or [B, kv heads, max_pages]: other pages for each KV head, as many for all.
+// pdl: 0 off; 1: the kernel ahead may still be writing each sequence's newest token; 2: and the table and lengths.
 // workspace: uint8 of decode_workspace_bytes(); counters: int32, at least B * kv heads * ceil(group / 16), zero.
 // Neither may be shared by two streams.
 inline void decode_attention_api(TensorView out, Optional<TensorView> lse, TensorView query, TensorView pages,
                                  TensorView page_table, TensorView cache_seqlens, TensorView workspace,
                                  TensorView counters, int64_t page_size, double k_scale, double v_scale,
-                                 double scale, double softcap, int64_t window_left, bool deterministic, bool pdl,
+                                 double scale, double softcap, int64_t window_left, bool deterministic, int64_t pdl,
                                  bool force_sm80, int64_t force_cluster, int64_t force_grid) {
   DecodeParams p;
   p.pages = pages_of(pages, page_size, k_scale, v_scale);
   const int device = pages.device().device_id;
-  p.sequences = sequences_of(page_table, cache_seqlens, device);
+  p.sequences = sequences_of(page_table, cache_seqlens, device, p.pages.num_kv_heads);
   check_cuda(query, "query", device);
   check_shape(query, "query", {p.sequences.batch, -1, -1});
   check_rows(query, "query");
@@ -73,7 +75,8 @@ inline void decode_attention_api(TensorView out, Optional<TensorView> lse, Tenso
   p.window_left = static_cast<int>(window_left);
   p.num_sms = device_info(device).num_sms;
   p.deterministic = deterministic;
-  p.pdl = pdl;
+  p.pdl = pdl > 0;
+  p.late_table = pdl > 1;
   p.force_sm80 = force_sm80;
   p.force_cluster = static_cast<int>(force_cluster);
   p.force_grid = static_cast<int>(force_grid);

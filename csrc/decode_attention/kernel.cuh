@@ -53,6 +53,7 @@ class DecodeCta : Combiner<T> {
 
   __device__ __forceinline__ void run() {
     if (p_.pdl) ptx::grid_launch_dependents();
+    if (p_.pdl && p_.late_table) ptx::grid_dependency_wait();
     int length = 0;  // of the lane's sequence, where clusters may work
     if (k_.cluster_log2 > 0 && lane_ < p_.sequences.batch) length = p_.sequences.cache_seqlens[lane_];
     const bool producer = warp_ == T::kConsumerWarps;
@@ -142,7 +143,8 @@ class DecodeCta : Combiner<T> {
     block.head = k_.head_blocks.divide(place.head);
     block.rows = max(0, min(left, kBlockKeys));
     block.newest = left > 0 && left <= kBlockKeys;
-    const int32_t* table = p_.sequences.page_table + place.sequence * p_.sequences.page_table_stride;
+    const int32_t* table = p_.sequences.page_table + place.sequence * p_.sequences.page_table_stride +
+                           block.head * p_.sequences.page_table_head_stride;
     if (p_.pages.page_size == kBlockKeys) {
       block.page[0] = left > 0 ? table[key / kBlockKeys] : 0;
     } else {

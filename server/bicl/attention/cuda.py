@@ -104,6 +104,7 @@ class CudaBackend:
         try:
             if meta.max_q == 1 and num_tokens == meta.batch_size:
                 # The last position sees nothing to its right: window_right and causal are idle.
+                chosen = meta.page_table.dim() == 3  # by a kernel that may still be running
                 decode_attention(
                     query,
                     layer,
@@ -116,7 +117,8 @@ class CudaBackend:
                     window_left=window_left,
                     softcap=softcap,
                     deterministic=self.deterministic,
-                    pdl=self.pdl and self._follows_store(layer, meta),
+                    pdl=self.pdl and (chosen or self._follows_store(layer, meta)),
+                    late_table=chosen,
                 )
             else:
                 plan = self._prefill.plan_for(

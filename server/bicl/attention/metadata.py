@@ -19,7 +19,8 @@ class AttentionMetadata:
     ``ceil(cache_seqlens[i] / page_size)`` are never read and may hold anything.
 
     Attributes:
-        page_table: int32 ``[B, max_pages]``, page ids.
+        page_table: int32 ``[B, max_pages]``, page ids. Decode steps may have one list a KV head,
+            ``[B, H, max_pages]``, all with ``cache_seqlens`` tokens.
         cache_seqlens: int32 ``[B]``, tokens, including those stored in this step.
         cu_seqlens_q: int32 ``[B + 1]``, running sum of query lengths, from 0 to ``T``:
             every query row belongs to a sequence; padding rows are sequences of length 0.
@@ -27,6 +28,8 @@ class AttentionMetadata:
         max_q: host upper bound of the query lengths.
         max_k: host upper bound of ``cache_seqlens``.
         causal: False lets every query see every key of its sequence.
+        sparsity: float32 ``[B]``, the share of its pages that a sequence's decode step may leave
+            out (0: none), in layers whose backend selects pages; None selects nowhere.
 
     All tensors are on the pool's device. Under a CUDA graph their addresses and the two host
     bounds are fixed and everything else is read on the device.
@@ -39,6 +42,7 @@ class AttentionMetadata:
     max_q: int
     max_k: int
     causal: bool = True
+    sparsity: torch.Tensor | None = None
 
     @property
     def batch_size(self) -> int:

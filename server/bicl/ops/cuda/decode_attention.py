@@ -29,6 +29,7 @@ def decode_attention(
     softcap: float = 0.0,
     deterministic: bool = False,
     pdl: bool = False,
+    late_table: bool = False,
     force_sm80: bool = False,
     force_cluster: int = 0,
     force_grid: int = 0,
@@ -37,10 +38,13 @@ def decode_attention(
 
     Args:
         query: ``[B, num_q_heads, head_dim]`` fp16 or bf16, any strides but 1 in the last dim.
+        page_table: int32 ``[B, max_pages]``, or ``[B, H, max_pages]`` where each KV head reads
+            pages of its own, as many tokens for all.
         workspace: partial results; one stream at a time.
         deterministic: the result of a sequence depends on nothing but itself.
         pdl: start before the kernel ahead has ended. Only where that kernel writes nothing this
             one reads but ``query`` and each sequence's newest token.
+        late_table: with ``pdl``: it also writes ``page_table`` and ``cache_seqlens``.
         force_sm80, force_cluster, force_grid: tests and benchmarks.
 
     Raises:
@@ -63,7 +67,7 @@ def decode_attention(
         softcap,
         window_left,
         deterministic,
-        pdl,
+        int(pdl) + int(pdl and late_table),
         force_sm80,
         force_cluster,
         force_grid,
