@@ -1,4 +1,4 @@
-"""Dependencies point one way: frontends -> attention -> ops, with the cache open to all three."""
+"""Dependencies point one way: frontends -> sparse -> attention -> ops, with the cache open to all of them."""
 
 import ast
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ ALLOWED = {
     "cache": {"cache"},
     "ops": {"ops", "cache"},
     "attention": {"attention", "ops", "cache"},
+    "sparse": {"sparse", "attention", "ops", "cache"},
     "flash_attn_interface": {"attention", "ops", "cache"},
 }
 ENVIRONMENT_READS = {"os.environ", "os.getenv", "os.environb"}

@@ -1,0 +1,130 @@
+"""Select mode as a backend around a backend: score, select, then the dense decode kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from bicl.attention.backend import AttentionBackend
+from bicl.attention.metadata import AttentionMetadata
+from bicl.attention.pool import LayerCache
+from bicl.errors import BackendError
+from bicl.sparse.config import HySparseConfig
+from bicl.sparse.index import LayerIndex
+from bicl.sparse.selection import SelectionRule
+
+__all__ = ["SparseBackend"]
+
+_OPERATORS = {"cpu": "bicl.ops.cpu.sparse", "cuda": "bicl.ops.cuda.sparse"}
+
+
+class SparseBackend:
+    """``AttentionBackend`` whose decode steps read a choice of pages in the indexed layers.
+
+    A layer without an index, a step with more than one query a sequence, a layer's window, and a
+    step without ``meta.sparsity`` run on ``inner`` unchanged.
+
+    Args:
+        inner: stores, gathers, attends.
+        config: variant, combine and the limits of the selection; ratios come with each step.
+        indexes: the sparse layers' indexes, by layer number.
+    """
+
+    def __init__(
+        self, inner: AttentionBackend, config: HySparseConfig, indexes: Mapping[int, LayerIndex]
+    ) -> None:
+        if inner.name not in _OPERATORS:
+            raise BackendError(
+                f"HySparse has no operators for backend {inner.name!r}; it runs on "
+                f"{', '.join(_OPERATORS)}; start without --enable-hysparse"
+            )
+        self.name = inner.name
+        self.inner = inner
+        self.config = config
+        self.indexes = dict(indexes)
+        self._ops: Any = import_module(_OPERATORS[inner.name])
+        self._by_pages = {index.layer.pages.data_ptr(): index for index in indexes.values()}
+        sizes = {index.layer.layout.page_size for index in indexes.values()}
+        self.rules = {size: SelectionRule.of(config, size) for size in sizes}
+
+    def plan(self, meta: AttentionMetadata) -> None:
+        """See ``AttentionBackend.plan``."""
+        self.inner.plan(meta)
+
+    def store(
+        self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """See ``AttentionBackend.store``; pages that this fills enter the index."""
+        self.inner.store(layer, key, value, slots)
+        index = self._by_pages.get(layer.pages.data_ptr())
+        if index is not None:
+            self._ops.index_pages(layer, index, slots)
+
+    def run(
+        self,
+        query: torch.Tensor,
+        layer: LayerCache,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window_left: int = -1,
+        window_right: int = -1,
+        softcap: float = 0.0,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """See ``AttentionBackend.run``. The LSE is of the keys that were read."""
+        index = self._by_pages.get(layer.pages.data_ptr())
+        if index is not None and self.selects(meta, window_left):
+            meta = self.select(query, index, meta)
+        return self.inner.run(
+            query,
+            layer,
+            meta,
+            scale=scale,
+            window_left=window_left,
+            window_right=window_right,
+            softcap=softcap,
+            out=out,
+            return_lse=return_lse,
+        )
+
+    def selects(self, meta: AttentionMetadata, window_left: int = -1) -> bool:
+        """Whether the sparse layers of this step read a choice of pages."""
+        return meta.sparsity is not None and meta.max_q == 1 and window_left < 0
+
+    def select(
+        self, query: torch.Tensor, index: LayerIndex, meta: AttentionMetadata
+    ) -> AttentionMetadata:
+        """The step as one layer sees it: each KV head's pages and how many tokens they hold."""
+        scores = self._ops.score_tiles(
+            query, index.layer, index, meta.page_table, meta.cache_seqlens, self.config.combine
+        )
+        pages, lengths = self._ops.select_tiles(
+            scores,
+            meta.page_table,
+            meta.cache_seqlens,
+            meta.sparsity,
+            self.rules[index.layer.layout.page_size],
+        )
+        return replace(meta, page_table=pages, cache_seqlens=lengths, sparsity=None)
+
+    def gather(
+        self, layer: LayerCache, page_table: torch.Tensor, cache_seqlens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``AttentionBackend.gather``."""
+        return self.inner.gather(layer, page_table, cache_seqlens)
+
+    def copy_pages(
+        self, layers: list[LayerCache], source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """See ``AttentionBackend.copy_pages``; index rows go with their pages."""
+        self.inner.copy_pages(layers, source, target)
+        for layer in layers:
+            index = self._by_pages.get(layer.pages.data_ptr())
+            if index is not None:
+                index.vectors.index_copy_(0, target, index.vectors.index_select(0, source))
