@@ -1,4 +1,4 @@
-"""Dependencies point one way: frontends -> sparse -> attention -> ops, with the cache open to all of them."""
+"""Dependencies point one way: frontends -> sparse -> attention -> ops; all may use the cache."""
 
 import ast
 from collections.abc import Iterator
