@@ -17,6 +17,7 @@ from typing import Any
 
 from bicl.errors import ConfigError
 from bicl.settings import Setting, flag_name, refuse, setting, settings_of
+from bicl.sparse.settings import HySparseSettings
 
 __all__ = [
     "BLOCK_SIZES",
@@ -221,6 +222,7 @@ class ServerConfig:
     )
 
     cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    hysparse: HySparseSettings = field(default_factory=HySparseSettings)
 
     def __post_init__(self) -> None:
         if not self.model_id:
@@ -329,7 +331,7 @@ class ServerConfig:
             if name.startswith("BICL_") and name not in known:
                 expected = ", ".join(sorted(n for n in known if n.startswith("BICL_")))
                 raise ConfigError(f"unknown environment variable {name}; known are: {expected}")
-        values: dict[str, dict[str, Any]] = {"server": {}, "cache": {}}
+        values: dict[str, dict[str, Any]] = {"server": {}, "cache": {}, "hysparse": {}}
         for each in settings():
             value = flags.get(each.name)
             if value is None and environ.get(each.env):
@@ -338,7 +340,11 @@ class ServerConfig:
                     continue  # shells and containers set HOSTNAME to the machine's name
             if value is not None:
                 values[each.owner][each.name] = value
-        return cls(**values["server"], cache=KVCacheConfig(**values["cache"]))
+        return cls(
+            **values["server"],
+            cache=KVCacheConfig(**values["cache"]),
+            hysparse=HySparseSettings(**values["hysparse"]),
+        )
 
 
 def _is_address(text: str) -> bool:
@@ -368,3 +374,4 @@ def settings() -> Iterator[Setting]:
     """Every setting, in the order in which help shows them."""
     yield from settings_of("server", ServerConfig)
     yield from settings_of("cache", KVCacheConfig)
+    yield from settings_of("hysparse", HySparseSettings)

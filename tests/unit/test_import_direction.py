@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "server" / "bicl"
 
-OPEN_TO_ALL = {"bicl", "bicl.errors", "bicl.config"}
+OPEN_TO_ALL = {"bicl", "bicl.errors", "bicl.config", "bicl.settings"}
 ALLOWED = {
     "cache": {"cache"},
     "ops": {"ops", "cache"},

@@ -1,0 +1,171 @@
+"""HySparse as it is asked for at start: flags, environment and a file that ``tune`` wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from bicl.errors import ConfigError
+from bicl.settings import flag_name, setting
+from bicl.sparse.config import MODES, TEXT_KINDS, VARIANTS, HySparseConfig
+
+__all__ = ["HySparseSettings", "read_config_file", "write_config_file"]
+
+PREFIX = "hysparse_"
+# A field of HySparseConfig that has another name as a flag.
+_FIELDS = {"gate": "gate_path"}
+
+
+@dataclass(frozen=True)
+class HySparseSettings:
+    """The flags. ``None`` leaves a value to ``--hysparse-config``, and that to the default.
+
+    Raises:
+        ConfigError: naming the value, what is allowed and what to do.
+    """
+
+    enable_hysparse: bool = setting(
+        False,
+        "Let decode steps read only the pages that a query needs (docs/hysparse.md).",
+        env="BICL_ENABLE_HYSPARSE",
+    )
+    hysparse_config: str | None = setting(
+        None, "File that `bicl hysparse tune` wrote; flags win over it.", env="BICL_HYSPARSE_CONFIG"
+    )
+    hysparse_sparsity_ratio: float | None = setting(
+        None,
+        "Share of a sequence's tiles that a sparse layer leaves out. Default: 0.65.",
+        env="BICL_HYSPARSE_SPARSITY_RATIO",
+    )
+    hysparse_layers: str | None = setting(
+        None,
+        "Sparse layers of a model of 32, scaled to this model's depth; 10-28/40 names the depth. "
+        "Default: 10-28.",
+        env="BICL_HYSPARSE_LAYERS",
+    )
+    hysparse_max_k: int | None = setting(
+        None,
+        "Most windows of 64 tokens that a sequence reads in a sparse layer. Default: 512.",
+        env="BICL_HYSPARSE_MAX_K",
+    )
+    hysparse_mode: str | None = setting(
+        None,
+        "select: all pages stay, each step reads some. compact: the rest is released when prefill "
+        "ends. Default: select.",
+        env="BICL_HYSPARSE_MODE",
+        choices=MODES,
+    )
+    hysparse_floor_tokens: int | None = setting(
+        None,
+        "Length up to which a sequence is dense, bit for bit. Default: 1024.",
+        env="BICL_HYSPARSE_FLOOR_TOKENS",
+    )
+    hysparse_variant: str | None = setting(
+        None,
+        "What a tile's index holds: the bounds of its keys, or their gated mean. Default: bounds.",
+        env="BICL_HYSPARSE_VARIANT",
+        choices=VARIANTS,
+    )
+    hysparse_gate: str | None = setting(
+        None,
+        "Weights that `bicl hysparse fit` wrote, for --hysparse-variant gate.",
+        env="BICL_HYSPARSE_GATE",
+    )
+    hysparse_text_kind: str | None = setting(
+        None,
+        "What the texts are; auto classifies each prompt, off treats all alike. Default: auto.",
+        env="BICL_HYSPARSE_TEXT_KIND",
+        choices=TEXT_KINDS,
+    )
+    hysparse_enable_sg: bool | None = setting(
+        None,
+        "Always keep tokens at the boundaries of syntax nodes.",
+        env="BICL_HYSPARSE_ENABLE_SG",
+    )
+    hysparse_force: bool = setting(
+        False,
+        "Start although the model is one on which HySparse is refused; the reason is logged.",
+        env="BICL_HYSPARSE_FORCE",
+    )
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            choices, value = item.metadata["choices"], getattr(self, item.name)
+            if choices and value is not None and value not in choices:
+                raise ConfigError(
+                    f"{flag_name(item.name)} {value} is not supported; use one of "
+                    f"{', '.join(choices)}"
+                )
+        self.resolve()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What was asked for beside ``--enable-hysparse``, by field name."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        del values["enable_hysparse"]
+        return {k: value for k, value in values.items() if value is not None and value is not False}
+
+    def resolve(self) -> HySparseConfig | None:
+        """The one object that the rest works with; ``None``: HySparse is off.
+
+        Raises:
+            ConfigError: a value is out of range, the file cannot be read, or a flag was given
+                without ``--enable-hysparse``.
+        """
+        given = self.given
+        if not self.enable_hysparse:
+            if given:
+                raise ConfigError(
+                    f"{', '.join(map(flag_name, given))} needs --enable-hysparse; add it, or leave "
+                    "the others out"
+                )
+            return None
+        path = given.pop("hysparse_config", None)
+        base = HySparseConfig() if path is None else read_config_file(path)
+        names = [name.removeprefix(PREFIX) for name in given]
+        changes = dict(zip([_FIELDS.get(n, n) for n in names], given.values(), strict=True))
+        try:
+            return replace(base, **changes)
+        except ConfigError as error:
+            raise ConfigError(f"{self._blame(changes, base)}: {error}") from None
+
+    def _blame(self, changes: Mapping[str, Any], base: HySparseConfig) -> str:
+        """The flag whose value alone is wrong already; all of them where it is the mixture."""
+        flags = {_FIELDS.get(name, name): flag_name(PREFIX + name) for name in _names()}
+        for name, value in changes.items():
+            try:
+                replace(base, **{name: value})
+            except ConfigError:
+                return f"{flags[name]} {value}"
+        return ", ".join(flags[name] for name in changes)
+
+
+def _names() -> list[str]:
+    return [item.name.removeprefix(PREFIX) for item in fields(HySparseSettings)]
+
+
+def read_config_file(path: str | Path) -> HySparseConfig:
+    """Settings from the JSON file that :func:`write_config_file` wrote.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    try:
+        values = json.loads(Path(path).read_text())["hysparse"]
+        known = {item.name for item in fields(HySparseConfig)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(f"unknown keys {', '.join(unknown)}")
+        return HySparseConfig(**values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--hysparse-config {path} cannot be used: {error}; give the file that "
+            "`bicl hysparse tune` wrote"
+        ) from None
+
+
+def write_config_file(path: str | Path, config: HySparseConfig, **facts: Any) -> None:
+    """Write what ``--hysparse-config`` reads; ``facts`` (JSON values) say where it comes from."""
+    Path(path).write_text(json.dumps({"hysparse": asdict(config), **facts}, indent=2) + "\n")
