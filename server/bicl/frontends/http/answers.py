@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from bicl.frontends.http.errors import validation_error
 from bicl.frontends.http.inference import Generated, Step, request_times
-from bicl.frontends.http.request import FinishReason, RequestDone, TokenEvent
+from bicl.frontends.http.request import FinishReason, RequestDone, SparseUsage, TokenEvent
 from bicl.frontends.http.request import Token as EngineToken
 from bicl.frontends.http.schemas.base import shortest_f32
 from bicl.frontends.http.schemas.chat import PromptTokensDetails, Usage
@@ -16,6 +16,7 @@ from bicl.frontends.http.schemas.generate import (
     BestOfSequence,
     Details,
     GenerateRequest,
+    HySparseDetails,
     PrefillToken,
     StreamDetails,
     StreamResponse,
@@ -29,6 +30,7 @@ __all__ = [
     "best_of_sequence",
     "details",
     "finish_reason",
+    "hysparse_details",
     "stream_headers",
     "stream_responses",
     "usage",
@@ -75,6 +77,7 @@ def details(answer: Generated, others: list[BestOfSequence] | None = None) -> De
         best_of_sequences=others,
         top_tokens=_top_tokens(answer),
         cached_tokens=done.usage.cached_tokens,
+        hysparse=hysparse_details(done.usage.sparse),
     )
 
 
@@ -89,15 +92,38 @@ def best_of_sequence(answer: Generated, prompt: str) -> BestOfSequence:
         tokens=wire_tokens(event.token for event in answer.events),
         top_tokens=_top_tokens(answer),
         cached_tokens=done.usage.cached_tokens,
+        hysparse=hysparse_details(done.usage.sparse),
     )
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def hysparse_details(told: SparseUsage | None) -> HySparseDetails | None:
+    if told is None:
+        return None
+    return HySparseDetails(
+        sparsity_ratio=told.sparsity_ratio,
+        actual_sparsity_ratio=round(told.actual_ratio, 4),
+        tiles_read=told.tiles_read,
+        tiles_total=told.tiles_total,
+        exercised=told.tiles_read < told.tiles_total,
+        attention_mass_kept=None if told.mass_kept is None else round(told.mass_kept, 4),
+        attention_entropy=None if told.entropy is None else round(told.entropy, 4),
+        shadow_steps=told.shadow_steps,
+        fallback=told.fallback or None,
+    )
+
+
+def usage(
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    hysparse: HySparseDetails | None = None,
+) -> Usage:
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        hysparse=hysparse,
     )
 
 
@@ -204,6 +230,7 @@ def _last_response(
         seed=seed,
         input_length=done.usage.prompt_tokens,
         cached_tokens=done.usage.cached_tokens,
+        hysparse=hysparse_details(done.usage.sparse),
     )
     return StreamResponse(
         index=index,

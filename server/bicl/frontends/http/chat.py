@@ -66,6 +66,7 @@ def to_generate(
         seed=chat.seed,
         top_n_tokens=chat.top_logprobs,
         grammar=grammar,
+        hy_sparse_config=chat.hy_sparse_config,
     )
     return GenerateRequest(inputs=inputs, parameters=parameters), bool(chosen)
 
@@ -159,7 +160,9 @@ class ChatStream:
         facts = token.details
         assert facts is not None
         chunk = self._envelope([])
-        chunk.usage = usage(facts.input_length, facts.generated_tokens, facts.cached_tokens)
+        chunk.usage = usage(
+            facts.input_length, facts.generated_tokens, facts.cached_tokens, facts.hysparse
+        )
         return chunk
 
     def _envelope(self, choices: list[ChatCompletionChoice]) -> ChatCompletionChunk:

@@ -18,6 +18,8 @@ __all__ = [
     "RequestDone",
     "RequestEvent",
     "RequestFailed",
+    "SparseOptions",
+    "SparseUsage",
     "Token",
     "TokenEvent",
     "Usage",
@@ -46,6 +48,14 @@ class Grammar:
 
 
 @dataclass(frozen=True)
+class SparseOptions:
+    """What one request asks of HySparse; ``None`` leaves it to the server."""
+
+    sparsity_ratio: float | None = None
+    enable_sg: bool | None = None
+
+
+@dataclass(frozen=True)
 class GenerationParams:
     """Sampling and stopping, after validation. Neutral values switch a rule off.
 
@@ -71,6 +81,7 @@ class GenerationParams:
     grammar: Grammar | None = None
     top_n_tokens: int = 0
     decoder_input_details: bool = False
+    sparse: SparseOptions = SparseOptions()
 
 
 @dataclass(frozen=True)
@@ -126,8 +137,37 @@ class TokenEvent:
 
 
 @dataclass(frozen=True)
+class SparseUsage:
+    """What HySparse did in one request.
+
+    Attributes:
+        sparsity_ratio: asked for, after the request's own wish and the kind of its text.
+        tiles_read, tiles_total: tiles that decode steps read, and would have read dense: of one KV
+            head, summed over sparse layers and steps.
+        mass_kept: share of the attention mass that lay in the tiles that were read, mean of the
+            shadow steps; ``None`` before the first.
+        entropy: of the last shadow step's attention, in nats; ``None`` before the first.
+        shadow_steps: decode steps in which a dense shadow ran beside a sampled layer.
+        fallback: why it went back to the full cache; empty: it did not.
+    """
+
+    sparsity_ratio: float
+    tiles_read: int = 0
+    tiles_total: int = 0
+    mass_kept: float | None = None
+    entropy: float | None = None
+    shadow_steps: int = 0
+    fallback: str = ""
+
+    @property
+    def actual_ratio(self) -> float:
+        """Share of the tiles that was left out."""
+        return 1.0 - self.tiles_read / self.tiles_total if self.tiles_total else 0.0
+
+
+@dataclass(frozen=True)
 class Usage:
-    """Where one request's time and tokens went. Times in seconds."""
+    """Where one request's time and tokens went. Times in seconds. ``sparse``: with HySparse."""
 
     prompt_tokens: int
     generated_tokens: int
@@ -135,6 +175,7 @@ class Usage:
     queue_time: float
     inference_time: float
     num_preemptions: int = 0
+    sparse: SparseUsage | None = None
 
 
 @dataclass(frozen=True)

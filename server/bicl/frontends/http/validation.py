@@ -12,12 +12,14 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
 from bicl.config import ServerConfig
+from bicl.errors import ConfigError
 from bicl.frontends.http.errors import validation_error
-from bicl.frontends.http.request import GenerationParams, Grammar, GrammarKind
+from bicl.frontends.http.request import GenerationParams, Grammar, GrammarKind, SparseOptions
 from bicl.frontends.http.schemas.generate import (
     GenerateParameters,
     GenerateRequest,
     GrammarType,
+    HySparseParameters,
     JsonGrammar,
     RegexGrammar,
 )
@@ -54,6 +56,7 @@ class Validator:
         assert config.max_total_tokens is not None
         self._config = config
         self._tokenizer = tokenizer
+        self._hysparse = config.hysparse.resolve()
         self._max_input = config.max_input_tokens
         self._max_total = config.max_total_tokens
 
@@ -155,7 +158,24 @@ class Validator:
             decoder_input_details=(
                 given.decoder_input_details and self._config.enable_prefill_logprobs
             ),
+            sparse=self._sparse(given.hy_sparse_config),
         )
+
+    def _sparse(self, given: HySparseParameters | None) -> SparseOptions:
+        if given is None:
+            return SparseOptions()
+        asked = given.model_dump(exclude_none=True)
+        if self._hysparse is None:
+            if any(asked.values()):
+                raise validation_error(
+                    "`hy_sparse_config` is not supported: the server runs without --enable-hysparse"
+                )
+            return SparseOptions()
+        try:
+            self._hysparse.for_request(asked)
+        except ConfigError as error:
+            raise validation_error(f"`hy_sparse_config`: {error}") from None
+        return SparseOptions(**asked)
 
     def _grammar(self, grammar: GrammarType) -> Grammar:
         if self._config.disable_grammar_support:

@@ -13,6 +13,7 @@ from bicl.frontends.http.answers import (
     answer_headers,
     details,
     finish_reason,
+    hysparse_details,
     now,
     stream_headers,
     stream_responses,
@@ -139,7 +140,12 @@ def _chat_answer(
                 finish_reason=finish_reason(answer.done.finish_reason),
             )
         ],
-        usage=usage(answer.valid.input_length, facts.generated_tokens, facts.cached_tokens),
+        usage=usage(
+            answer.valid.input_length,
+            facts.generated_tokens,
+            facts.cached_tokens,
+            hysparse_details(facts.sparse),
+        ),
     )
     headers = answer_headers(
         server,

@@ -94,6 +94,7 @@ def _to_generate(prompt: str, body: CompletionRequest) -> GenerateRequest:
         stop=body.stop or [],
         details=True,
         seed=body.seed,
+        hy_sparse_config=body.hy_sparse_config,
     )
     return GenerateRequest(inputs=prompt, parameters=parameters)
 

@@ -7,7 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from bicl.frontends.http.schemas.base import F32, U32, U64, StopStrings, Wire, is_empty
-from bicl.frontends.http.schemas.generate import GrammarType, SimpleToken
+from bicl.frontends.http.schemas.generate import (
+    GrammarType,
+    HySparseDetails,
+    HySparseParameters,
+    SimpleToken,
+)
 
 __all__ = [
     "ChatCompletion",
@@ -119,6 +124,9 @@ class ChatRequest(Wire):
     tool_choice: str | TypedChoice | None = None
     response_format: GrammarType | None = None
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
+    hy_sparse_config: HySparseParameters | None = Field(
+        default=None, description="Needs a server started with --enable-hysparse (BICL)."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -176,6 +184,9 @@ class Usage(Wire):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails = Field(
         description="How many prompt tokens came from the cache (BICL; OpenAI's field)."
+    )
+    hysparse: HySparseDetails | None = Field(
+        default=None, exclude_if=is_empty, description="Of one answer; only with HySparse (BICL)."
     )
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from bicl.frontends.http.schemas.base import F32, U32, U64, StopStrings, Wire
 from bicl.frontends.http.schemas.chat import Usage
+from bicl.frontends.http.schemas.generate import HySparseParameters
 
 __all__ = ["Chunk", "CompletionComplete", "CompletionFinal", "CompletionRequest"]
 
@@ -24,6 +25,9 @@ class CompletionRequest(Wire):
     repetition_penalty: F32 | None = None
     frequency_penalty: F32 | None = None
     stop: StopStrings = None
+    hy_sparse_config: HySparseParameters | None = Field(
+        default=None, description="Needs a server started with --enable-hysparse (BICL)."
+    )
     # OpenAI's fields that TGI ignores; a value that would change the answer is refused.
     n: Any = Field(default=None, description="Only 1 is supported.")
     best_of: Any = Field(default=None, description="Only 1 is supported.")

@@ -16,6 +16,8 @@ __all__ = [
     "GenerateRequest",
     "GenerateResponse",
     "GrammarType",
+    "HySparseDetails",
+    "HySparseParameters",
     "JsonGrammar",
     "JsonSchemaConfig",
     "JsonSchemaGrammar",
@@ -52,6 +54,19 @@ class JsonSchemaGrammar(Wire):
 GrammarType = Annotated[JsonGrammar | RegexGrammar | JsonSchemaGrammar, Field(discriminator="type")]
 
 
+class HySparseParameters(Wire):
+    """What one request asks of HySparse. An unknown key is refused: it would change nothing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    sparsity_ratio: float | None = Field(
+        default=None, description="Share of the tiles to leave out; 0 is dense.", examples=[0.65]
+    )
+    enable_sg: bool | None = Field(
+        default=None, description="Always keep tokens at the boundaries of syntax nodes."
+    )
+
+
 class GenerateParameters(Wire):
     best_of: U64 | None = Field(default=None, examples=[1])
     temperature: F32 | None = Field(default=None, examples=[0.5])
@@ -74,6 +89,9 @@ class GenerateParameters(Wire):
     top_n_tokens: U32 | None = Field(default=None, examples=[5])
     grammar: GrammarType | None = None
     adapter_id: str | None = Field(default=None, description="Not supported: answered 422.")
+    hy_sparse_config: HySparseParameters | None = Field(
+        default=None, description="Needs a server started with --enable-hysparse (BICL)."
+    )
 
 
 def default_parameters() -> GenerateParameters:
@@ -107,6 +125,24 @@ class Token(Wire):
     special: bool
 
 
+class HySparseDetails(Wire):
+    """What HySparse did in one request (BICL)."""
+
+    sparsity_ratio: float = Field(description="Asked for.")
+    actual_sparsity_ratio: float = Field(description="Share of the tiles that was left out.")
+    tiles_read: int = Field(
+        description="Tiles of a KV head that decode steps read, over all sparse layers."
+    )
+    tiles_total: int = Field(description="Tiles that dense steps would have read.")
+    exercised: bool = Field(description="False: no tile was left out, all was dense.")
+    attention_mass_kept: float | None = Field(
+        description="Share of the attention mass in the tiles that were read, where measured."
+    )
+    attention_entropy: float | None = Field(description="Of the last shadow step, in nats.")
+    shadow_steps: int = Field(description="Steps in which a dense shadow measured one layer.")
+    fallback: str | None = Field(description="Why the request went back to the full cache.")
+
+
 class BestOfSequence(Wire):
     generated_text: str
     finish_reason: str
@@ -116,6 +152,7 @@ class BestOfSequence(Wire):
     tokens: list[Token]
     top_tokens: list[list[Token]] = Field(default=[], exclude_if=is_empty)
     cached_tokens: int = Field(description="Prompt tokens reused from the cache (BICL).")
+    hysparse: HySparseDetails | None = Field(default=None, exclude_if=is_empty)
 
 
 class Details(Wire):
@@ -127,6 +164,7 @@ class Details(Wire):
     best_of_sequences: list[BestOfSequence] | None = Field(default=None, exclude_if=is_empty)
     top_tokens: list[list[Token]] = Field(default=[], exclude_if=is_empty)
     cached_tokens: int = Field(description="Prompt tokens reused from the cache (BICL).")
+    hysparse: HySparseDetails | None = Field(default=None, exclude_if=is_empty)
 
 
 class GenerateResponse(Wire):
@@ -140,6 +178,7 @@ class StreamDetails(Wire):
     seed: int | None
     input_length: int
     cached_tokens: int = Field(description="Prompt tokens reused from the cache (BICL).")
+    hysparse: HySparseDetails | None = Field(default=None, exclude_if=is_empty)
 
 
 class StreamResponse(Wire):
