@@ -142,12 +142,15 @@ IMPLS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 """What differs between the shards. ``flashinfer-p1`` is TGI's default with today's FlashInfer."""
 
 
-def time_steps(folder: Path, name: str, shapes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+def time_steps(
+    folder: Path, name: str, shapes: list[tuple[int, int]], profile: Path | None
+) -> list[dict[str, Any]]:
     environment, flags = IMPLS[name]
     environment = gpu_environment(
         TEST_FREE_MEMORY=str(FREE_BYTES),
         BENCH_SEEDED_WEIGHTS="1",
         BENCH_FILL_PAGES="1",
+        BENCH_PROFILE=str(folder / "profile"),
         **environment,
     )
     rows = []
@@ -161,6 +164,12 @@ def time_steps(folder: Path, name: str, shapes: list[tuple[int, int]]) -> list[d
             row = {"op": "step", "heads": "32/8", "shape": shape, "impl": name}
             rows.append({**row, "us": round(microseconds, 1)})
             print(f"{name:<18}{shape:<10}{microseconds:9.1f} us", flush=True)
+        for batch, context in shapes if profile else ():
+            # Last: a profiled process is slower from then on.
+            (Path(environment["BENCH_PROFILE"])).write_text(
+                str(profile / f"{name}-{batch}x{context}")
+            )
+            time_shape(router, batch, context)
     return rows
 
 
@@ -215,7 +224,7 @@ def compare_logprobs(bench: Bench, model: Model) -> None:
     model._model.cpu()
 
 
-def describe() -> dict[str, str]:
+def describe(what: str) -> dict[str, str]:
     """What the rows were measured on."""
     packages = ("torch", "transformers", "flashinfer-python")
     found = {}
@@ -225,7 +234,7 @@ def describe() -> dict[str, str]:
     return {
         "command": " ".join(sys.argv),
         "gpu": torch.cuda.get_device_name(),
-        "what": f"the shard's own time of a decode step, median of {STEPS}; graphs {GRAPHS}",
+        "what": what,
         **found,
     }
 
@@ -234,6 +243,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write results here, as JSON")
     parser.add_argument("--check", action="store_true", help="compare, do not time")
+    parser.add_argument("--commit", default="", help="of the tree, for the result file")
+    parser.add_argument("--profile", type=Path, help="write each shape's kernels into this folder")
     parser.add_argument("--impls", default=",".join(IMPLS), help="default: all")
     parser.add_argument("--shapes", default=",".join(f"{b}x{c}" for b, c in SHAPES))
     options = parser.parse_args()
@@ -246,9 +257,11 @@ def main() -> int:
             return 0
         write_model(folder / "8b")
         for name in options.impls.split(","):
-            rows += time_steps(folder / "8b", name, shapes)
+            rows += time_steps(folder / "8b", name, shapes, options.profile)
             if options.out:
-                result = {"meta": describe(), "rows": rows}
+                what = f"the shard's own time of a decode step, median of {STEPS}; graphs {GRAPHS}"
+                meta = describe(what) | {"commit": options.commit}
+                result = {"meta": meta, "rows": rows}
                 options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 

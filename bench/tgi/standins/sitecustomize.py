@@ -145,7 +145,49 @@ def _fit_flashinfer(module):
     module.BatchDecodeWithPagedKVCacheWrapper = Decode
 
 
+def _watch(module):
+    """The self-test's audit, and one profile of some steps when the driver asks for it."""
+    from bicl.frontends.tgi.selftest.audit import install
+
+    if os.environ.get("BICL_AUDIT_EVERY"):
+        install(module)
+    order = Path(os.environ.get("BENCH_PROFILE", "/nowhere"))
+    generate = module.FlashCausalLM.generate_token
+    seen = [0]
+
+    def profiled(self, batch):
+        if batch.prefilling or not order.exists():
+            seen[0] = 0
+            return generate(self, batch)
+        seen[0] += 1
+        if seen[0] != 8:
+            return generate(self, batch)
+        out = Path(order.read_text())
+        order.unlink()
+        return _profile(lambda: generate(self, batch), out)
+
+    module.FlashCausalLM.generate_token = profiled
+
+
+def _profile(step, out):
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        result = step()
+    kernels = {}
+    for event in found.events():
+        if str(event.device_type).endswith("CUDA"):
+            count, total = kernels.get(event.name, (0, 0.0))
+            kernels[event.name] = count + 1, total + event.device_time_total
+    lines = [f"{t:9.1f} us {n:5d} x {k[:160]}" for k, (n, t) in kernels.items()]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".txt").write_text("\n".join(sorted(lines, reverse=True)) + "\n")
+    found.export_chrome_trace(str(out.with_suffix(".json.gz")))
+    return result
+
+
 AFTER = {
+    "text_generation_server.models.flash_causal_lm": _watch,
     "flashinfer": _fit_flashinfer,
     "text_generation_server.layers.attention.kv_cache": _fill_pages,
     "text_generation_server.utils.weights": _seed_weights,

@@ -37,7 +37,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "prefix_cancelled_between_chunks",
         "page_reused_for_other_tokens",
     ),
-    "random traffic": ("random_traffic",),
+    "random traffic": ("random_traffic", "every_page_is_accounted_for"),
 }
 """Column to the cases that must all hold."""
 

@@ -15,7 +15,14 @@ __all__ = ["Router", "Sequence"]
 
 @dataclass
 class Sequence:
-    """One request and what came back."""
+    """One request and what came back.
+
+    Attributes:
+        top: how many of the likeliest tokens to ask for at each step; they come in ``tops``.
+        adapter: of the request; empty for the base model.
+        num_shared: of ``pages``, those at the front that belong to others, too.
+        answers: steps that brought tokens.
+    """
 
     id: int
     prompt: list[int]
@@ -23,7 +30,12 @@ class Sequence:
     pages: list[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[dict[int, float]] = field(default_factory=list)
     finished: bool = False
+    top: int = 0
+    adapter: str = ""
+    num_shared: int = 0
+    answers: int = 0
 
 
 class Texts(Protocol):
@@ -94,6 +106,19 @@ class Router:
         del self.running[sequence.id]
         self._shrink()
 
+    @property
+    def free_pages(self) -> list[int]:
+        """Pages that no request has now."""
+        return list(self._free)
+
+    def take_pages(self, keep: int) -> list[int]:
+        """Leave ``keep`` free pages, so that they are used again and again; returns the others."""
+        taken, self._free = self._free[keep:], self._free[:keep]
+        return taken
+
+    def give_pages(self, pages: list[int]) -> None:
+        self._free += pages
+
     def abandon(self) -> None:
         """After a failed case: drop everything, so that the next one starts afresh."""
         self.running.clear()
@@ -112,7 +137,9 @@ class Router:
         for request_id, tokens in answer.tokens.items():
             sequence = self.running[request_id]
             sequence.tokens += tokens
+            sequence.answers += bool(tokens)
             sequence.logprobs += answer.logprobs[request_id]
+            sequence.tops += answer.tops[request_id]
             if request_id in answer.finished:
                 sequence.finished = True
                 del self.running[request_id]
@@ -144,6 +171,9 @@ class Router:
         request.stopping_parameters.max_new_tokens = sequence.max_new_tokens
         request.blocks.extend(sequence.pages)
         request.slots.extend(slots[:needed])
+        request.top_n_tokens = sequence.top
+        if sequence.adapter:
+            request.adapter_id = sequence.adapter
         request.cache_len = cached
         request.chunk_len = length - cached if chunk is None else chunk
         return request

@@ -18,6 +18,8 @@ import grpc
 from text_generation_server.pb import generate_pb2 as pb
 from text_generation_server.pb import generate_pb2_grpc
 
+from bicl.frontends.tgi.selftest.audit import Auditor
+
 __all__ = ["CALL_SECONDS", "ShardFailed", "Shards", "start_environment"]
 
 START_SECONDS = 180
@@ -57,6 +59,8 @@ class Answer:
 
     Attributes:
         tokens, logprobs: new ones, by request.
+        tops: for each new token of a request that asked for it, the likeliest ones with their
+            log-probabilities.
         finished: requests that have ended.
         batch: what the shard keeps, or None.
         microseconds: the shard's own time for the step.
@@ -64,6 +68,7 @@ class Answer:
 
     tokens: dict[int, list[int]]
     logprobs: dict[int, list[float]]
+    tops: dict[int, list[dict[int, float]]]
     finished: set[int]
     batch: Any
     microseconds: float
@@ -78,6 +83,7 @@ class Shards:
         self.folder = tempfile.TemporaryDirectory(prefix="bicl-shard-")
         root = Path(self.folder.name)
         self._log = root / "log"
+        environment = {**environment, "BICL_AUDIT": str(root / "audit")}
         command = [sys.executable, "-m", "text_generation_server.cli", "serve", str(model)]
         command += ["--uds-path", str(root / "socket"), *flags]
         if world_size > 1:
@@ -108,6 +114,10 @@ class Shards:
         tb: TracebackType | None,
     ) -> None:
         self.stop()
+
+    def auditor(self) -> Auditor:
+        """Looks into the ranks' pages; the start-up of the shard must have installed the audit."""
+        return Auditor(Path(self.folder.name), len(self.processes))
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
@@ -177,12 +187,15 @@ class Shards:
 
     def _step(self, method: str, request: Any) -> Answer:
         answers = self.call(method, request)
-        tokens, logprobs, finished = {}, {}, set()
+        tokens, logprobs, tops, finished = {}, {}, {}, set()
         for generation in (g for answer in answers for g in answer.generations):
             tokens[generation.request_id] = list(generation.tokens.ids)
             logprobs[generation.request_id] = list(generation.tokens.logprobs)
+            tops[generation.request_id] = [
+                dict(zip(top.ids, top.logprobs, strict=True)) for top in generation.top_tokens
+            ]
             if generation.HasField("generated_text"):
                 finished.add(generation.request_id)
         batch = answers[0].batch if answers[0].HasField("batch") else None
         slowest = max(answer.total_ns for answer in answers) / 1000
-        return Answer(tokens, logprobs, finished, batch, slowest)
+        return Answer(tokens, logprobs, tops, finished, batch, slowest)

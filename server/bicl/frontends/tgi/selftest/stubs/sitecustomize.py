@@ -71,6 +71,13 @@ def _with_triton_stub():
     return undo
 
 
+def _watch_in_float32(module):
+    from bicl.frontends.tgi.selftest.audit import install
+
+    _float32("FlashCausalLM")(module)
+    install(module)
+
+
 def _float32(name):
     def change(module):
         import torch
@@ -96,7 +103,7 @@ def _fixed_memory(module):
 
 STEPS = {
     f"{MODELS}.metadata_kernels": (_with_triton_stub, None),
-    f"{MODELS}.flash_causal_lm": (None, _float32("FlashCausalLM")),
+    f"{MODELS}.flash_causal_lm": (None, _watch_in_float32),
     f"{MODELS}.transformers_flash_causal_lm": (None, _float32("TransformersFlashCausalLM")),
     "text_generation_server.utils.import_utils": (None, _fixed_memory),
 }

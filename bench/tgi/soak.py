@@ -1,0 +1,87 @@
+"""Long mixed traffic through TGI's real shard with an 8B-shaped Llama, watched from the inside.
+
+::
+
+    python -m bench.tgi.soak --out bench/results/tgi-soak-h200.json
+    python -m bench.tgi.soak --tensor-parallel 2 --requests 300 --out ...
+
+A thousand requests with shared prefixes, chunks and cancellations, CUDA graphs on; then fewer with
+n-gram speculation. Free pages are full of NaN and must stay so, shared pages must not change,
+attention of sampled steps and layers is compared with PyTorch's in float32 over keys and values
+kept apart from ours, and sampled requests are run again alone. A wrong page or token ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.tgi.step import Words, describe, gpu_environment, warm_up, write_model
+from bicl.frontends.tgi.selftest.cases import Bench
+from bicl.frontends.tgi.selftest.shard import Shards
+from bicl.frontends.tgi.selftest.soak import Soak
+
+FREE_BYTES = 20 * 10**9
+PREFILL_TOKENS = 4096
+TOTAL_TOKENS = 8192
+TIE = 0.12  # of log-probability; bf16 against float32 differs by 0.09 on average in such a model
+
+
+def run(model: Path, options: argparse.Namespace, drafts: int) -> dict[str, Any]:
+    """One shard from start to end. Raises AssertionError if anything is wrong."""
+    begin = time.monotonic()
+    environment = gpu_environment(
+        TEST_FREE_MEMORY=str(FREE_BYTES // options.tensor_parallel),
+        BENCH_SEEDED_WEIGHTS="1",
+        BICL_DEBUG_POISON="1",
+        BICL_AUDIT_EVERY="8",
+        NCCL_NVLS_ENABLE="0",
+    )
+    flags = ["--dtype", "bfloat16", *(["--speculate", str(drafts)] if drafts else [])]
+    requests = options.requests if not drafts else options.drafted_requests
+    with Shards(model, environment, *flags, world_size=options.tensor_parallel) as shards:
+        router = warm_up(shards, Words(), PREFILL_TOKENS, TOTAL_TOKENS)
+        bench = Bench(shards, router, router.model, 0, 0, kv_bytes=2, exact=False, tie=TIE)  # type: ignore[arg-type]
+        started = time.monotonic()
+        longest = 20 if not drafts else 48  # a random model begins to repeat itself: drafts hit
+        soak = Soak(
+            bench, requests=requests, rows=32, tail=300, new_tokens=longest, compare=options.compare
+        )
+        result = soak.run()
+    return {
+        "tensor_parallel": options.tensor_parallel,
+        "speculate": drafts,
+        "start_s": round(started - begin, 1),
+        "traffic_s": round(time.monotonic() - started, 1),
+        **result,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="results, as JSON")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--drafted-requests", type=int, default=300, help="0: no speculation run")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--compare", type=int, default=25, help="requests run again alone")
+    parser.add_argument("--commit", default="", help="of the tree, for the result file")
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        write_model(Path(temporary) / "8b")
+        for drafts in (0, 2) if options.drafted_requests else (0,):
+            rows.append(run(Path(temporary) / "8b", options, drafts))
+            print(json.dumps(rows[-1]), flush=True)
+            what = "requests through TGI's real shard; a wrong page or token would have ended it"
+            meta = describe(what) | {"commit": options.commit, "tie": TIE}
+            options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
