@@ -113,6 +113,12 @@ class SparseBackend:
         )
         return replace(meta, page_table=pages, cache_seqlens=lengths, sparsity=None)
 
+    def index_pages(self, number: int, pages: torch.Tensor) -> None:
+        """Compute layer ``number``'s index rows of full pages (int64 ``[n]``) again."""
+        index = self.indexes[number]
+        size = index.layer.layout.page_size
+        self._ops.index_pages(index.layer, index, pages * size + size - 1)
+
     def gather(
         self, layer: LayerCache, page_table: torch.Tensor, cache_seqlens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
