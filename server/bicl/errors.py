@@ -10,6 +10,7 @@
     │   └── UnsupportedError   a documented feature of the interface that this build does not have
     ├── CapacityError          a request that can never fit, however long it waits
     ├── OverloadedError        no room now; the same call may succeed later
+    ├── TransferError          a copy between tiers failed; what it was to bring is computed instead
     └── IntegrityError         bookkeeping contradicts itself; the owner must stop using the cache
 
 "No room right now" inside the scheduler is a return value, not an exception.
@@ -26,6 +27,7 @@ __all__ = [
     "InvalidInputError",
     "LayoutError",
     "OverloadedError",
+    "TransferError",
     "UnsupportedError",
 ]
 
@@ -60,6 +62,10 @@ class CapacityError(BiclError):
 
 class OverloadedError(BiclError):
     """No room at present; retry later."""
+
+
+class TransferError(BiclError, RuntimeError):
+    """Pages that were to come from another tier did not; compute their tokens instead."""
 
 
 class IntegrityError(BiclError, RuntimeError):

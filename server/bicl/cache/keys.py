@@ -24,6 +24,7 @@ __all__ = [
     "HashFunction",
     "Namespace",
     "PackedIds",
+    "PageChain",
     "TokenIds",
     "chain_key",
     "pack_ids",
@@ -108,3 +109,47 @@ def chain_key(parent: bytes, page_ids: bytes, hash_function: HashFunction = sha2
         page_ids: the page's packed token ids.
     """
     return hash_function(parent + page_ids)
+
+
+class PageChain:
+    """Ids and keys of a prompt's whole pages; hashed only as far as asked for.
+
+    Args:
+        token_ids: the prompt.
+        page_size: tokens a page.
+        keys: those known already: of page ``start - 1`` (for page 0: :func:`root_key`) and of
+            those that follow it.
+        start: which page the second of ``keys`` would belong to.
+        group: the namespace's adapter; tiers can forget one adapter's pages.
+    """
+
+    __slots__ = ("_hash", "_ids", "_keys", "_page_bytes", "_start", "group", "num_pages")
+
+    def __init__(
+        self,
+        token_ids: TokenIds,
+        page_size: int,
+        keys: Sequence[bytes],
+        *,
+        start: int = 0,
+        group: str = "",
+        hash_function: HashFunction = sha256,
+    ) -> None:
+        self.group = group
+        self._ids = pack_ids(token_ids)
+        self._page_bytes = page_size * ID_BYTES
+        self._keys = list(keys)  # of pages start - 1, start, ...
+        self._start = start
+        self._hash = hash_function
+        self.num_pages = len(self._ids) // self._page_bytes
+
+    def ids(self, page: int) -> bytes:
+        """Packed ids of a page."""
+        return self._ids[page * self._page_bytes : (page + 1) * self._page_bytes]
+
+    def key(self, page: int) -> bytes:
+        """Key of page ``start - 1 .. num_pages - 1``."""
+        while len(self._keys) <= page - self._start + 1:
+            following = self._start + len(self._keys) - 1
+            self._keys.append(chain_key(self._keys[-1], self.ids(following), self._hash))
+        return self._keys[page - self._start + 1]

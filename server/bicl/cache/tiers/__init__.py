@@ -1,0 +1,19 @@
+"""Pages outside the pool: host memory and disk. See :class:`PageTiers`."""
+
+from bicl.cache.tiers.costs import TransferCosts
+from bicl.cache.tiers.mover import Copy, HostMover, PageMover
+from bicl.cache.tiers.stats import TierStats
+from bicl.cache.tiers.tiers import PageTiers
+from bicl.cache.tiers.transfers import Fetch, Promotion, Reservation
+
+__all__ = [
+    "Copy",
+    "Fetch",
+    "HostMover",
+    "PageMover",
+    "PageTiers",
+    "Promotion",
+    "Reservation",
+    "TierStats",
+    "TransferCosts",
+]

@@ -1,0 +1,221 @@
+"""Pages on their way between host memory and disk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from bicl.cache.keys import PageChain
+from bicl.cache.tiers.costs import TransferCosts
+from bicl.cache.tiers.disk import DiskReadError, DiskStore
+from bicl.cache.tiers.host import HostStore
+from bicl.cache.tiers.index import Block
+from bicl.cache.tiers.stats import TierStats
+from bicl.cache.tiers.transfers import Promotion
+
+__all__ = ["DiskPipe"]
+
+log = logging.getLogger(__name__)
+
+READERS = 4
+
+
+class DiskPipe:
+    """Writes behind what arrives in host memory; reads what requests ask for.
+
+    Args:
+        store: the files.
+        host: where pages come from and go to.
+        changed: lock and signal of the tiers.
+        stats, costs: count and measure here.
+    """
+
+    def __init__(
+        self,
+        store: DiskStore,
+        host: HostStore,
+        changed: threading.Condition,
+        stats: TierStats,
+        costs: TransferCosts,
+    ) -> None:
+        self._store = store
+        self._host = host
+        self._changed = changed
+        self._stats = stats
+        self._costs = costs
+        self._behind: deque[Block] = deque()
+        self._max_behind = max(1, host.arena.num_slots // 4)
+        self._writing = False
+        self._epoch = 0
+        self.num_queued = 0
+        self._closing = False
+        self._refused = False
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="bicl-tier-read")
+        self._writer = threading.Thread(
+            target=self._write_loop, name="bicl-tier-write", daemon=True
+        )
+        self._writer.start()
+
+    @property
+    def idle(self) -> bool:
+        return not self._behind and not self._writing and not self.num_queued
+
+    def num_held(self, chain: PageChain, first: int, last: int) -> int:
+        """Pages from ``first`` on that are in host memory or on disk, without a gap, if the disk
+        holds any of them; else 0."""
+        page, on_disk = first, False
+        with self._changed:
+            while page < last:
+                key = chain.key(page)
+                if self._host.get(key) is None:
+                    if key not in self._store:
+                        break
+                    on_disk = True
+                page += 1
+        return page - first if on_disk else 0
+
+    def promote(
+        self,
+        chain: PageChain,
+        first: int,
+        last: int,
+        deadline: float,
+        release: Callable[[list[Block]], None],
+        note: Callable[[], None],
+    ) -> Promotion:
+        """Read the chain's pages ``first .. last`` into host memory."""
+        promotion = Promotion(last - first, deadline, self._changed, release)
+        self._store.touch([chain.key(page) for page in range(first, last)])
+        with self._changed:
+            self.num_queued += promotion.num_pages
+            epoch = self._epoch
+        for page in range(first, last):
+            wanted = Block(chain.key(page), chain.key(page - 1), chain.ids(page), chain.group, -1)
+            self._readers.submit(self._read, promotion, wanted, epoch, note)
+        return promotion
+
+    def write_later(self, blocks: list[Block]) -> None:
+        """These blocks arrived in host memory. The lock is held."""
+        for block in blocks:
+            if block.key in self._store:
+                continue
+            if len(self._behind) == self._max_behind:
+                self._host.release([self._behind.popleft()])
+                self._stats.disk_dropped_pages += 1
+            self._host.lease(block)
+            self._behind.append(block)
+
+    def flush(self, group: str | None) -> int:
+        with self._changed:
+            self._epoch += 1
+            gone = [block for block in self._behind if group in (None, block.group)]
+            for block in gone:
+                self._behind.remove(block)
+            self._host.release(gone)
+        return self._store.flush(group)
+
+    def fill_gauges(self) -> None:
+        self._stats.disk_pages = len(self._store)
+        self._stats.disk_bytes = self._store.num_bytes
+        self._stats.disk_max_bytes = self._store.max_bytes
+        self._stats.disk_evicted_pages = self._store.evicted_pages
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._readers.shutdown(cancel_futures=True)
+        self._writer.join()
+        self._store.close()
+
+    # --- inside ------------------------------------------------------------------------------
+    def _read(
+        self, promotion: Promotion, wanted: Block, epoch: int, note: Callable[[], None]
+    ) -> None:
+        block = None
+        try:
+            block = self._bring(promotion, wanted, epoch)
+        except Exception:  # whatever it was, the page is computed instead
+            log.exception("a page could not be read from disk")
+            self._stats.failures["io"] += 1
+        with self._changed:
+            self.num_queued -= 1
+            if block is None or promotion.given_up:
+                if block is not None:
+                    self._host.release([block])
+                promotion._page_ended(None)
+            else:
+                promotion._page_ended(block)
+            settled = promotion.settled
+            self._changed.notify_all()
+        if settled:
+            note()
+
+    def _bring(self, promotion: Promotion, wanted: Block, epoch: int) -> Block | None:
+        """The block in host memory, leased; None if it will not come."""
+        with self._changed:
+            found = self._host.get(wanted.key)
+            if found is not None:
+                self._host.lease(found)
+                return found
+            if promotion.given_up or promotion.broken:
+                return None
+            slot = self._host.take_slot()
+            if slot is None:
+                return None
+        began = time.perf_counter()
+        reason: str | None = None
+        try:
+            page = self._host.arena.bytes_of(slot)
+            self._store.read(wanted.key, wanted.ids, page)
+        except DiskReadError as error:
+            reason = error.reason
+        self._costs.saw_disk(self._costs.page_bytes, time.perf_counter() - began)
+        with self._changed:
+            if reason is not None:
+                self._stats.failures[reason] += 1
+                promotion.broken = True
+            found = self._host.get(wanted.key)
+            if reason is not None or found is not None or epoch != self._epoch:
+                self._host.give_back(slot)
+                if found is not None:
+                    self._host.lease(found)
+                return found
+            wanted.place, wanted.from_disk = slot, True
+            self._host.add(wanted)
+            self._host.lease(wanted)
+            self._stats.disk_read_pages += 1
+            self._stats.disk_read_bytes += self._costs.page_bytes
+            return wanted
+
+    def _write_loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._behind or self._closing)
+                if self._closing:
+                    return
+                block = self._behind.popleft()
+                self._writing = True
+            written = self._write(block)
+            with self._changed:
+                self._writing = False
+                self._host.release([block])
+                self._stats.disk_written_pages += written
+                self._stats.disk_written_bytes += written * self._costs.page_bytes
+                self._changed.notify_all()
+
+    def _write(self, block: Block) -> bool:
+        page = self._host.arena.bytes_of(block.place)
+        try:
+            return self._store.write(block.key, block.parent, block.ids, block.group, page)
+        except OSError as error:
+            self._stats.disk_dropped_pages += 1
+            self._stats.failures["io"] += 1
+            if not self._refused:
+                log.warning("the disk tier cannot write (counted from now on): %s", error)
+            self._refused = True
+            return False

@@ -1,0 +1,182 @@
+"""Pages on their way from the pool to host memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from bicl.cache.keys import PageChain
+from bicl.cache.tiers.host import HostStore
+from bicl.cache.tiers.index import Block
+from bicl.cache.tiers.mover import Copy, PageMover
+from bicl.cache.tiers.stats import TierStats
+
+__all__ = ["SaveQueue"]
+
+BATCH_PAGES = 32
+"""Copied at once: bounds how long a claim of one of them can take."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Pages that one step filled. ``pages`` shrinks while it waits, by claims."""
+
+    pages: dict[int, Block]  # slot not chosen yet
+    after: object
+    issuing: bool = False
+    copy: Copy | None = None
+    lost: bool = False  # flushed while it was copied
+    slots: list[int] = field(default_factory=list)
+
+
+class SaveQueue:
+    """Copies pages on a thread of its own, in the order in which they came.
+
+    Args:
+        mover: copies.
+        host: where to.
+        changed: lock and signal of the tiers.
+        stats: counts here.
+        saved: told about blocks that arrived, with the lock held.
+    """
+
+    def __init__(
+        self,
+        mover: PageMover,
+        host: HostStore,
+        changed: threading.Condition,
+        stats: TierStats,
+        saved: Callable[[list[Block]], None],
+    ) -> None:
+        self._mover = mover
+        self._host = host
+        self._changed = changed
+        self._stats = stats
+        self._saved = saved
+        self._waiting: deque[_Batch] = deque()
+        self._by_page: dict[int, _Batch] = {}
+        self._keys: set[bytes] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="bicl-tier-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        return not self._by_page
+
+    def add(self, chain: PageChain, pages: Sequence[int], first: int, after: object) -> None:
+        with self._changed:
+            batch = _Batch({}, after)
+            for number, page in enumerate(pages, first):
+                key = chain.key(number)
+                if key in self._keys or self._host.get(key) is not None:
+                    continue
+                block = Block(key, chain.key(number - 1), chain.ids(number), chain.group, -1)
+                batch.pages[page] = block
+                self._by_page[page] = batch
+                self._keys.add(key)
+                if len(batch.pages) == BATCH_PAGES:
+                    self._waiting.append(batch)
+                    batch = _Batch({}, after)
+            if batch.pages:
+                self._waiting.append(batch)
+            self._changed.notify_all()
+
+    def claim(self, pages: Iterable[int]) -> None:
+        if not self._by_page:
+            return
+        issued = []
+        with self._changed:
+            for page in pages:
+                batch = self._by_page.get(page)
+                if batch is None:
+                    continue
+                if batch.issuing:
+                    self._changed.wait_for(lambda b=batch: not b.issuing)  # type: ignore[misc]
+                if batch.copy is not None:
+                    issued.append(batch.copy)
+                elif (block := batch.pages.pop(page, None)) is not None:
+                    self._drop(page, block)
+        for copy in issued:
+            copy.join()
+
+    def forget(self, group: str | None) -> None:
+        """Nothing that is under way may arrive (its weights changed)."""
+        with self._changed:
+            for batch in set(self._by_page.values()):
+                for page, block in list(batch.pages.items()):
+                    if group not in (None, block.group):
+                        continue
+                    if batch.issuing or batch.copy is not None:
+                        batch.lost = True
+                    else:
+                        del batch.pages[page]
+                        self._drop(page, block)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # --- inside ------------------------------------------------------------------------------
+    def _drop(self, page: int, block: Block) -> None:
+        del self._by_page[page]
+        self._keys.discard(block.key)
+        self._stats.dropped_saves += 1
+        self._changed.notify_all()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if self._closing:
+                    return
+                batch = self._waiting.popleft()
+                self._take_slots(batch)
+                batch.issuing = True
+            if batch.pages:
+                self._copy(batch)
+
+    def _take_slots(self, batch: _Batch) -> None:
+        for page, block in list(batch.pages.items()):
+            slot = self._host.take_slot()
+            if slot is None:
+                del batch.pages[page]
+                self._drop(page, block)
+            else:
+                block.place = slot
+
+    def _copy(self, batch: _Batch) -> None:
+        pages, blocks = list(batch.pages), list(batch.pages.values())
+        failed = False
+        try:
+            slots = [block.place for block in blocks]
+            copy = self._mover.save(pages, self._host.arena, slots, batch.after)
+            with self._changed:
+                batch.issuing, batch.copy = False, copy
+                self._changed.notify_all()
+            copy.wait()
+        except Exception:
+            failed = True
+        with self._changed:
+            batch.issuing = False
+            if failed:
+                self._stats.failures["copy"] += 1
+            arrived = []
+            for page, block in zip(pages, blocks, strict=True):
+                if self._by_page.get(page) is batch:
+                    del self._by_page[page]
+                self._keys.discard(block.key)
+                if failed or batch.lost:
+                    self._host.give_back(block.place)
+                    self._stats.dropped_saves += 1
+                else:
+                    self._host.add(block)
+                    arrived.append(block)
+            self._stats.saved_pages += len(arrived)
+            self._stats.saved_bytes += len(arrived) * self._host.arena.slot_bytes
+            self._saved(arrived)
+            self._changed.notify_all()
