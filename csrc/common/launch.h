@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernel_source.h"
+
 namespace bicl {
 
 inline void cuda_check(cudaError_t status, const char* what) {
@@ -25,9 +27,10 @@ struct LaunchConfig {
   cudaStream_t stream = nullptr;
 };
 
-// Launches `kernel` and reports what the launch itself refuses.
-template <typename... Params, typename... Args>
-void launch(void (*kernel)(Params...), const LaunchConfig& config, Args&&... args) {
+// Launches a kernel by its stub or handle and reports what the launch itself refuses. `args` must have the
+// kernel's own parameter types.
+template <typename... Args>
+void launch_function(const void* function, const LaunchConfig& config, Args... args) {
   cudaLaunchAttribute attributes[2];
   int count = 0;
   if (config.cluster > 1) {
@@ -49,7 +52,31 @@ void launch(void (*kernel)(Params...), const LaunchConfig& config, Args&&... arg
   launch_config.stream = config.stream;
   launch_config.attrs = attributes;
   launch_config.numAttrs = count;
-  BICL_CUDA_CHECK(cudaLaunchKernelEx(&launch_config, kernel, std::forward<Args>(args)...));
+  void* pointers[] = {&args...};
+  BICL_CUDA_CHECK(cudaLaunchKernelExC(&launch_config, function, pointers));
+}
+
+template <typename... Params, typename... Args>
+void launch_as(void (*)(Params...), const void* function, const LaunchConfig& config, Args&&... args) {
+  launch_function<Params...>(function, config, std::forward<Args>(args)...);
+}
+
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), const LaunchConfig& config, Args&&... args) {
+  launch_function<Params...>(reinterpret_cast<const void*>(kernel), config, std::forward<Args>(args)...);
+}
+
+// launch<kernel<T>>(config, args...)
+template <auto kKernel, typename... Args>
+void launch(const LaunchConfig& config, Args&&... args) {
+  launch_as(kKernel, runnable(kernel_ref<kKernel>()), config, std::forward<Args>(args)...);
+}
+
+// Raises a kernel's limit of dynamic shared memory; cheap beside a launch, and right on every device.
+template <auto kKernel>
+void allow_shared_bytes(int bytes) {
+  BICL_CUDA_CHECK(cudaFuncSetAttribute(runnable(kernel_ref<kKernel>()),
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
 
 // What kernels and their launchers ask about a card; read once a device.

@@ -14,7 +14,7 @@ void copy_pages(const CopyPagesParams& p, cudaStream_t stream) {
   config.grid = dim3(kShares, std::min(p.num_pairs, 65535), p.num_layers);
   config.block = dim3(kCopyThreads);
   config.stream = stream;
-  launch(copy_pages_kernel, config, p);
+  launch<copy_pages_kernel>(config, p);
 }
 
 }  // namespace bicl

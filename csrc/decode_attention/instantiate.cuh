@@ -9,8 +9,7 @@
   namespace {                                                                                              \
   using Traits##head_blocks = Traits<Loader, Stored, head_dim, tile, head_blocks>;                         \
   const Registration registration##head_blocks({{#family, DType::dtype, head_dim, tile, head_blocks},      \
-                                                reinterpret_cast<const void*>(                             \
-                                                    &decode_kernel<Traits##head_blocks>),                  \
+                                                kernel_ref<decode_kernel<Traits##head_blocks>>(),          \
                                                 Traits##head_blocks::kThreads,                             \
                                                 Traits##head_blocks::kGroups,                              \
                                                 Traits##head_blocks::kStageBytes,                          \

@@ -35,8 +35,9 @@ void allow_shared(const Kernel& kernel, int device, int bytes) {
   static std::mutex mutex;
   static std::set<std::pair<const void*, int>> done;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (!done.insert({kernel.function, device}).second) return;
-  BICL_CUDA_CHECK(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  if (!done.insert({kernel.function.stub, device}).second) return;
+  BICL_CUDA_CHECK(
+      cudaFuncSetAttribute(runnable(kernel.function), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
 
 // How many clusters fit at once, asked once a kernel, card and size.
@@ -45,7 +46,7 @@ int active_clusters(const Kernel& kernel, const LaunchConfig& config, int device
   static std::vector<std::tuple<const void*, int, int, int>> known;
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& [function, d, size, count] : known)
-    if (function == kernel.function && d == device && size == config.cluster) return count;
+    if (function == kernel.function.stub && d == device && size == config.cluster) return count;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = config.cluster;
@@ -57,8 +58,8 @@ int active_clusters(const Kernel& kernel, const LaunchConfig& config, int device
   c.attrs = &attribute;
   c.numAttrs = 1;
   int count = 0;
-  BICL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, kernel.function, &c));
-  known.emplace_back(kernel.function, device, config.cluster, count);
+  BICL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, runnable(kernel.function), &c));
+  known.emplace_back(kernel.function.stub, device, config.cluster, count);
   return count;
 }
 
@@ -144,7 +145,7 @@ void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
     throw std::runtime_error("decode_attention needs a workspace of " + std::to_string(workspace) + " bytes and " +
                              std::to_string(pairs) + " counters; it has " + std::to_string(p.workspace_bytes) +
                              " and " + std::to_string(p.num_counters));
-  launch(reinterpret_cast<void (*)(KernelParams)>(const_cast<void*>(kernel->function)), config, k);
+  launch_function<KernelParams>(runnable(kernel->function), config, k);
 }
 
 }  // namespace bicl

@@ -1,6 +1,7 @@
 // The kernels that were compiled in: each instantiation registers itself.
 #pragma once
 
+#include "../common/kernel_source.h"
 #include "../params.h"
 
 namespace bicl::decode {
@@ -17,7 +18,7 @@ struct Variant {
 
 struct Kernel {
   Variant variant;
-  const void* function;
+  KernelRef function;
   int threads;
   int groups;       // the stage count is a multiple of it
   int stage_bytes;

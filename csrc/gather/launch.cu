@@ -15,7 +15,7 @@ void run(const GatherParams& p, cudaStream_t stream) {
                      (p.max_tokens + p.pages.page_size - 1) / p.pages.page_size, p.sequences.batch);
   config.block = dim3(kGatherThreads);
   config.stream = stream;
-  launch(gather_kernel<Stored, Out>, config, p, FastDiv(chunks), FastDiv(p.pages.num_kv_heads));
+  launch<gather_kernel<Stored, Out>>(config, p, FastDiv(chunks), FastDiv(p.pages.num_kv_heads));
 }
 
 template <typename Stored>

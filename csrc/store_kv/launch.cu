@@ -26,7 +26,7 @@ void run(const StoreKvParams& p, cudaStream_t stream) {
   config.block = dim3(kThreads);
   config.pdl = p.pdl;
   config.stream = stream;
-  launch(store_kv_kernel<In, Out>, config, p,
+  launch<store_kv_kernel<In, Out>>(config, p,
          StoreKvIndex{FastDiv(chunks), FastDiv(p.pages.num_kv_heads)}, vectors);
 }
 
