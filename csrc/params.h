@@ -100,4 +100,60 @@ struct DecodeParams {
   int force_grid;      // benchmarks: CTAs of stream-K; 0: by rule
 };
 
+// What is kept of every page of a sparse layer; see bicl/sparse/index.py.
+struct PageIndex {
+  void* vectors;  // [num_pages][num_kv_heads][planes][dims], contiguous
+  DType dtype;    // float16 or bfloat16
+  int planes;     // 2: minimum and maximum of each dim over the page's keys; 1: their mean gated direction
+  int dims;       // multiple of 8
+};
+
+struct IndexPagesParams {
+  Pages pages;
+  PageIndex index;
+  const int64_t* slots;    // [num_tokens]; the last slot of a page says that it is complete; negative: skip
+  const void* key_weight;  // [dims][head_dim], contiguous, the index's dtype; null where planes is 2
+  int num_tokens;
+  int head_dim;
+  bool pdl;
+};
+
+// How many tiles (= pages) a sequence reads; the rule is tiles_to_keep() in bicl/sparse/selection.py.
+struct SelectionRule {
+  int max_k, first, recent, floor;
+};
+
+enum class Combine : int { kMax, kSum };
+
+// Scoring, selection, or both: what a step has no use for is null.
+struct TilesParams {
+  Sequences sequences;       // page_table [batch][max_pages]
+  const void* query;         // [batch][num_q_heads][head_dim] of the index's dtype; rows 16-byte aligned
+  int64_t query_token_stride, query_head_stride;
+  PageIndex index;
+  const void* query_weight;  // [index.dims][head_dim], contiguous; null where index.planes is 2
+  float* scores;             // [batch][num_kv_heads][max_pages]: written if scoring alone, read if selecting alone
+  const float* sparsity;     // [batch]
+  int32_t* selected;         // [batch][num_kv_heads][max_pages] page ids, ascending in position
+  int32_t* positions;        // the same shape, where they stand in the sequence; or null
+  int32_t* selected_seqlens; // [batch] tokens
+  SelectionRule rule;
+  Combine combine;
+  int page_size, max_pages;
+  int num_q_heads, num_kv_heads, head_dim;
+  int num_sms;
+  bool pdl;
+  bool late_input;    // with pdl: the kernel ahead writes more of what is read than the query
+  int force_cluster;  // tests and benchmarks: CTAs a (sequence, KV head); 0: by rule
+};
+
+struct CompactTokensParams {
+  Pages source, target;
+  const int32_t* page_table;    // [max_pages], of the source
+  const int32_t* positions;     // [num_kv_heads][num_tokens] tokens to move; their order is kept
+  const int32_t* target_pages;  // [ceil(num_tokens / P)]
+  int64_t positions_stride;
+  int num_tokens;
+};
+
 }  // namespace bicl

@@ -121,6 +121,11 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
+// Releases this thread's writes, to distributed shared memory too, to whoever waits.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -130,6 +135,10 @@ __device__ __forceinline__ uint32_t map_shared(uint32_t address, uint32_t rank) 
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
+}
+
+__device__ __forceinline__ void store_cluster(uint32_t address, uint32_t v) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
 // Stores into a peer's shared memory and counts the bytes on the peer's barrier: whoever waits there sees them.

@@ -1,0 +1,179 @@
+#pragma once
+
+#include "../common/check.h"
+#include "launch.h"
+
+namespace bicl {
+
+inline DType check_index_dtype(const TensorView& t, const char* name) {
+  const DType dtype = dtype_of(t, name);
+  BICL_CHECK(dtype == DType::kFloat16 || dtype == DType::kBFloat16) << name << " must be float16 or bfloat16";
+  return dtype;
+}
+
+// vectors [num_pages, H, planes, dims], planes 1 or 2.
+inline PageIndex index_of(const TensorView& vectors, int device) {
+  check_cuda(vectors, "vectors", device);
+  check_shape(vectors, "vectors", {-1, -1, -1, -1});
+  check_contiguous(vectors, "vectors");
+  PageIndex index;
+  index.vectors = vectors.data_ptr();
+  index.dtype = check_index_dtype(vectors, "vectors");
+  index.planes = static_cast<int>(vectors.size(2));
+  index.dims = static_cast<int>(vectors.size(3));
+  BICL_CHECK(index.planes == 1 || index.planes == 2) << "vectors has " << index.planes << " planes; 1 or 2 are needed";
+  BICL_CHECK(index.dims > 0 && index.dims % 8 == 0 && index.dims <= 256)
+      << "vectors has " << index.dims << " dims; a multiple of 8 up to 256 is needed";
+  BICL_CHECK(reinterpret_cast<uintptr_t>(index.vectors) % 16 == 0) << "vectors must be 16-byte aligned";
+  return index;
+}
+
+// pages as PageLayout.shape(); vectors as above; slots int64 [T].
+inline void index_pages_api(TensorView pages, TensorView vectors, TensorView slots, int64_t page_size, double k_scale,
+                            bool pdl) {
+  IndexPagesParams p;
+  p.pages = pages_of(pages, page_size, k_scale, 1.0);
+  const int device = pages.device().device_id;
+  p.index = index_of(vectors, device);
+  check_shape(vectors, "vectors", {p.pages.num_pages, p.pages.num_kv_heads, -1, -1});
+  BICL_CHECK(p.index.dims <= p.pages.padded_head_dim)
+      << "vectors has " << p.index.dims << " dims, the pages have " << p.pages.padded_head_dim;
+  check_cuda(slots, "slots", device);
+  check_shape(slots, "slots", {-1});
+  check_int(slots, "slots", 64);
+  check_contiguous(slots, "slots");
+  BICL_CHECK(k_scale > 0) << "k_scale is " << k_scale << "; a positive number is needed";
+  p.slots = static_cast<const int64_t*>(slots.data_ptr());
+  p.key_weight = nullptr;
+  p.num_tokens = static_cast<int>(slots.size(0));
+  p.head_dim = p.index.dims;
+  p.pdl = pdl && device_info(device).major >= 9;
+  DeviceGuard guard(device);
+  index_pages(p, current_stream(device));
+}
+
+inline void set_sequences(TilesParams& p, const TensorView& page_table, const TensorView& cache_seqlens,
+                          int64_t num_kv_heads, int64_t page_size, int64_t first, int64_t recent, int device) {
+  p.sequences = sequences_of(page_table, cache_seqlens, device);
+  p.max_pages = static_cast<int>(page_table.size(1));
+  BICL_CHECK(p.max_pages < 65536) << "page_table is " << p.max_pages << " pages wide; 65535 are the most";
+  BICL_CHECK(page_size == 32 || page_size == 64) << "page_size is " << page_size << "; 32 or 64 is needed";
+  BICL_CHECK(first >= 0 && recent >= 1) << "first is " << first << " and recent " << recent
+                                        << "; the last page is always kept";
+  p.page_size = static_cast<int>(page_size);
+  p.num_kv_heads = static_cast<int>(num_kv_heads);
+  p.rule.first = static_cast<int>(first);
+  p.rule.recent = static_cast<int>(recent);
+  p.num_sms = device_info(device).num_sms;
+}
+
+inline void set_query(TilesParams& p, const TensorView& query, const TensorView& vectors, int64_t combine, int device) {
+  p.index = index_of(vectors, device);
+  check_shape(vectors, "vectors", {-1, p.num_kv_heads, -1, -1});
+  check_cuda(query, "query", device);
+  check_shape(query, "query", {p.sequences.batch, -1, -1});
+  check_rows(query, "query");
+  BICL_CHECK(dtype_of(query, "query") == p.index.dtype) << "query must have the index's dtype";
+  p.num_q_heads = static_cast<int>(query.size(1));
+  p.head_dim = static_cast<int>(query.size(2));
+  BICL_CHECK(p.num_q_heads > 0 && p.num_q_heads % p.num_kv_heads == 0)
+      << p.num_q_heads << " query heads do not divide among " << p.num_kv_heads << " KV heads";
+  BICL_CHECK(p.index.planes != 2 || p.head_dim == p.index.dims)
+      << "query has head_dim " << p.head_dim << ", the index " << p.index.dims;
+  BICL_CHECK(combine == 0 || combine == 1) << "combine is " << combine << "; 0 (max) or 1 (sum) is needed";
+  p.combine = static_cast<Combine>(combine);
+  p.query = query.data_ptr();
+  p.query_token_stride = query.stride(0);
+  p.query_head_stride = query.stride(1);
+  BICL_CHECK(reinterpret_cast<uintptr_t>(p.query) % 16 == 0 && p.query_token_stride % 8 == 0 &&
+             p.query_head_stride % 8 == 0)
+      << "query rows must be 16-byte aligned";
+  p.query_weight = nullptr;
+}
+
+inline float* scores_of(const TilesParams& p, const TensorView& scores, int device) {
+  check_cuda(scores, "scores", device);
+  check_shape(scores, "scores", {p.sequences.batch, p.num_kv_heads, p.max_pages});
+  check_contiguous(scores, "scores");
+  BICL_CHECK(dtype_of(scores, "scores") == DType::kFloat32) << "scores must be float32";
+  return static_cast<float*>(scores.data_ptr());
+}
+
+inline void set_selection(TilesParams& p, const TensorView& selected, const TensorView& selected_seqlens,
+                          const Optional<TensorView>& positions, const TensorView& sparsity, int64_t max_k,
+                          int64_t floor, int device) {
+  const auto table = [&](const TensorView& t, const char* name) {
+    check_cuda(t, name, device);
+    check_int(t, name, 32);
+    check_shape(t, name, {p.sequences.batch, p.num_kv_heads, p.max_pages});
+    check_contiguous(t, name);
+    return static_cast<int32_t*>(t.data_ptr());
+  };
+  p.selected = table(selected, "selected");
+  p.positions = positions.has_value() ? table(positions.value(), "positions") : nullptr;
+  check_cuda(selected_seqlens, "selected_seqlens", device);
+  check_int(selected_seqlens, "selected_seqlens", 32);
+  check_shape(selected_seqlens, "selected_seqlens", {p.sequences.batch});
+  check_contiguous(selected_seqlens, "selected_seqlens");
+  p.selected_seqlens = static_cast<int32_t*>(selected_seqlens.data_ptr());
+  check_cuda(sparsity, "sparsity", device);
+  check_shape(sparsity, "sparsity", {p.sequences.batch});
+  check_contiguous(sparsity, "sparsity");
+  BICL_CHECK(dtype_of(sparsity, "sparsity") == DType::kFloat32) << "sparsity must be float32";
+  p.sparsity = static_cast<const float*>(sparsity.data_ptr());
+  BICL_CHECK(max_k >= p.rule.first + p.rule.recent)
+      << "max_k is " << max_k << "; the first and recent pages alone are " << p.rule.first + p.rule.recent;
+  p.rule.max_k = static_cast<int>(max_k);
+  p.rule.floor = static_cast<int>(floor);
+}
+
+// scores float32 [B, H, max_pages]: one score a page; infinity for the first and recent ones.
+inline void score_tiles_api(TensorView scores, TensorView query, TensorView vectors, TensorView page_table,
+                            TensorView cache_seqlens, int64_t page_size, int64_t first, int64_t recent,
+                            int64_t combine, bool pdl) {
+  TilesParams p = {};
+  const int device = vectors.device().device_id;
+  set_sequences(p, page_table, cache_seqlens, vectors.size(1), page_size, first, recent, device);
+  set_query(p, query, vectors, combine, device);
+  p.scores = scores_of(p, scores, device);
+  p.pdl = pdl;
+  p.late_input = true;
+  DeviceGuard guard(device);
+  score_tiles(p, device, current_stream(device));
+}
+
+// selected, positions int32 [B, H, max_pages]; selected_seqlens int32 [B]; sparsity float32 [B].
+inline void select_tiles_api(TensorView selected, TensorView selected_seqlens, Optional<TensorView> positions,
+                             TensorView scores, TensorView page_table, TensorView cache_seqlens, TensorView sparsity,
+                             int64_t page_size, int64_t max_k, int64_t first, int64_t recent, int64_t floor, bool pdl) {
+  TilesParams p = {};
+  const int device = scores.device().device_id;
+  BICL_CHECK(scores.ndim() == 3) << "scores must have shape [B, H, max_pages]";
+  set_sequences(p, page_table, cache_seqlens, scores.size(1), page_size, first, recent, device);
+  set_selection(p, selected, selected_seqlens, positions, sparsity, max_k, floor, device);
+  p.scores = scores_of(p, scores, device);
+  p.pdl = pdl;
+  p.late_input = true;
+  DeviceGuard guard(device);
+  select_tiles(p, device, current_stream(device));
+}
+
+// Both at once. pdl: 0 off; 1: the kernel ahead writes nothing that is read but the query and the newest pages'
+// index; 2: it may write anything.
+inline void choose_tiles_api(TensorView selected, TensorView selected_seqlens, Optional<TensorView> positions,
+                             TensorView query, TensorView vectors, TensorView page_table, TensorView cache_seqlens,
+                             TensorView sparsity, int64_t page_size, int64_t max_k, int64_t first, int64_t recent,
+                             int64_t floor, int64_t combine, int64_t pdl, int64_t force_cluster) {
+  TilesParams p = {};
+  const int device = vectors.device().device_id;
+  set_sequences(p, page_table, cache_seqlens, vectors.size(1), page_size, first, recent, device);
+  set_query(p, query, vectors, combine, device);
+  set_selection(p, selected, selected_seqlens, positions, sparsity, max_k, floor, device);
+  p.pdl = pdl > 0;
+  p.late_input = pdl > 1;
+  p.force_cluster = static_cast<int>(force_cluster);
+  DeviceGuard guard(device);
+  choose_tiles(p, device, current_stream(device));
+}
+
+}  // namespace bicl

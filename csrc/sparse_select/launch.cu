@@ -1,0 +1,154 @@
+#include "launch.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <tuple>
+
+#include "../common/launch.h"
+#include "index.cuh"
+#include "tiles.cuh"
+
+namespace bicl {
+namespace sparse {
+namespace {
+
+using TilesKernel = void (*)(TilesKernelParams);
+
+constexpr int kMaxCluster = 16;
+
+template <typename T>
+TilesKernel tiles_kernel_for(Work work, int blocks) {
+  switch (work) {
+    case Work::kSelect: return tiles_kernel<T, 1, Work::kSelect>;
+    case Work::kScore: return blocks == 1 ? tiles_kernel<T, 1, Work::kScore> : tiles_kernel<T, 2, Work::kScore>;
+    default: return blocks == 1 ? tiles_kernel<T, 1, Work::kChoose> : tiles_kernel<T, 2, Work::kChoose>;
+  }
+}
+
+// Raises the kernel's limits, once a kernel and card.
+void allow(TilesKernel kernel, int device, const DeviceInfo& info) {
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int>> done;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const void* function = reinterpret_cast<const void*>(kernel);
+  if (!done.insert({function, device}).second) return;
+  cudaFuncAttributes attributes;
+  BICL_CUDA_CHECK(cudaFuncGetAttributes(&attributes, function));
+  BICL_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       info.max_shared_bytes - static_cast<int>(attributes.sharedSizeBytes)));
+  if (info.major == 9)
+    BICL_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+}
+
+// How many clusters fit at once, asked once a kernel, card, size and shared memory.
+int active_clusters(TilesKernel kernel, const LaunchConfig& config, int device) {
+  static std::mutex mutex;
+  static std::map<std::tuple<const void*, int, int, int>, int> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const void* function = reinterpret_cast<const void*>(kernel);
+  const auto [entry, is_new] = known.insert({{function, device, config.cluster, config.shared_bytes}, 0});
+  if (!is_new) return entry->second;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = config.cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t c = {};
+  c.gridDim = dim3(config.cluster);
+  c.blockDim = config.block;
+  c.dynamicSmemBytes = config.shared_bytes;
+  c.attrs = &attribute;
+  c.numAttrs = 1;
+  if (cudaOccupancyMaxActiveClusters(&entry->second, function, &c) != cudaSuccess) {
+    (void)cudaGetLastError();  // a size this card does not know
+    entry->second = 0;
+  }
+  return entry->second;
+}
+
+void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
+  const DeviceInfo& info = device_info(device);
+  TilesKernelParams k;
+  k.p = p;
+  k.p.pdl = p.pdl && info.major >= 9;
+  k.group = work == Work::kSelect ? 1 : p.num_q_heads / p.num_kv_heads;
+  const int blocks = k.group <= 8 ? 1 : 2;
+  k.turns = (k.group + 8 * blocks - 1) / (8 * blocks);
+  k.steps = work == Work::kSelect ? 0 : (p.index.planes * p.index.dims + 31) / 32;
+  k.heads = FastDiv(p.num_kv_heads);
+  const TilesKernel kernel = p.index.dtype == DType::kBFloat16 ? tiles_kernel_for<__nv_bfloat16>(work, blocks)
+                                                               : tiles_kernel_for<__half>(work, blocks);
+  const int vectors = work == Work::kSelect ? 0 : k.turns * blocks;
+  LaunchConfig config;
+  config.block = dim3(kThreads);
+  config.shared_bytes = vectors * (k.steps * 32 * 16 + 32) + (work == Work::kScore ? 0 : 6 * p.max_pages + 16);
+  config.pdl = k.p.pdl;
+  config.stream = stream;
+  if (config.shared_bytes + static_cast<int>(sizeof(TopKScratch)) + 1024 > info.max_shared_bytes)
+    throw std::runtime_error("sparse_select: page tables of " + std::to_string(p.max_pages) + " pages and " +
+                             std::to_string(k.group) + " query heads a KV head need " +
+                             std::to_string(config.shared_bytes) + " bytes of shared memory; this card has " +
+                             std::to_string(info.max_shared_bytes) + "; lower the maximum length");
+  allow(kernel, device, info);
+  const int pairs = p.sequences.batch * p.num_kv_heads;
+  int splits = 1;
+  if (work == Work::kScore) {
+    const int most = (p.max_pages + kRows * kWarps - 1) / (kRows * kWarps);
+    splits = std::max(1, std::min(most, 2 * p.num_sms / pairs));
+  } else if (work == Work::kChoose && info.major == 9) {
+    // Every CTA at once, two an SM.
+    for (splits = kMaxCluster; splits > 1; splits /= 2) {
+      config.cluster = splits;
+      if (p.force_cluster ? splits <= p.force_cluster : active_clusters(kernel, config, device) >= pairs) break;
+    }
+    config.cluster = splits;
+  }
+  k.splits = FastDiv(splits);
+  config.grid = dim3(pairs * splits);
+  launch(kernel, config, k);
+}
+
+template <typename Stored>
+void index_bounds(const IndexPagesParams& p, int tokens, const LaunchConfig& config) {
+  if (p.index.dtype == DType::kBFloat16) launch(index_bounds_kernel<Stored, __nv_bfloat16>, config, p, tokens);
+  else launch(index_bounds_kernel<Stored, __half>, config, p, tokens);
+}
+
+}  // namespace
+}  // namespace sparse
+
+using namespace sparse;
+
+void index_pages(const IndexPagesParams& p, cudaStream_t stream) {
+  if (p.num_tokens == 0) return;
+  // In decode several sequences may complete a page at once; in prefill at most every page_size-th token does.
+  const int tokens = p.num_tokens <= 1024 ? 2 : 32;
+  LaunchConfig config;
+  config.grid = dim3((p.num_tokens + tokens - 1) / tokens, p.pages.num_kv_heads);
+  config.block = dim3(kIndexThreads);
+  config.pdl = p.pdl;
+  config.stream = stream;
+  switch (p.pages.dtype) {
+    case DType::kFloat16: return index_bounds<__half>(p, tokens, config);
+    case DType::kBFloat16: return index_bounds<__nv_bfloat16>(p, tokens, config);
+    case DType::kFloat8E4M3: return index_bounds<__nv_fp8_e4m3>(p, tokens, config);
+    case DType::kFloat8E5M2: return index_bounds<__nv_fp8_e5m2>(p, tokens, config);
+    default: throw std::runtime_error("index_pages: pages must be float16, bfloat16 or fp8");
+  }
+}
+
+void score_tiles(const TilesParams& p, int device, cudaStream_t stream) {
+  if (p.sequences.batch > 0) run(Work::kScore, p, device, stream);
+}
+
+void select_tiles(const TilesParams& p, int device, cudaStream_t stream) {
+  if (p.sequences.batch > 0) run(Work::kSelect, p, device, stream);
+}
+
+void choose_tiles(const TilesParams& p, int device, cudaStream_t stream) {
+  if (p.sequences.batch > 0) run(Work::kChoose, p, device, stream);
+}
+
+}  // namespace bicl

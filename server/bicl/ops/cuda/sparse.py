@@ -1,0 +1,170 @@
+"""Which pages a decode step reads. The CPU twins, with the same signatures: ``ops/cpu/sparse.py``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bicl.ops.cuda import library
+
+if TYPE_CHECKING:
+    from bicl.attention.pool import LayerCache
+    from bicl.sparse.index import LayerIndex
+    from bicl.sparse.selection import SelectionRule
+
+__all__ = ["choose_tiles", "index_pages", "score_tiles", "select_tiles"]
+
+_COMBINES = {"max": 0, "sum": 1}
+
+
+def index_pages(layer: LayerCache, index: LayerIndex, slots: torch.Tensor) -> None:
+    """Rewrites the index rows of every page whose last slot is in ``slots``.
+
+    Args:
+        layer: the pages, with the keys of ``slots`` stored.
+        slots: int64 ``[T]``; negative: skip.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; the message names them.
+    """
+    library.module().index_pages(
+        layer.pages, index.vectors, slots, layer.layout.page_size, layer.k_scale, True
+    )
+
+
+def score_tiles(
+    query: torch.Tensor,
+    layer: LayerCache,
+    index: LayerIndex,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    combine: str,
+) -> torch.Tensor:
+    """One score a page and KV head, over all query heads of the group.
+
+    Args:
+        query: ``[B, num_q_heads, head_dim]`` of the index's dtype.
+        page_table: int32 ``[B, max_pages]``; cache_seqlens: int32 ``[B]``.
+        combine: ``max`` or ``sum`` over the query heads.
+
+    Returns:
+        float32 ``[B, H, max_pages]``; infinite for a sequence's last page, which has no index yet,
+        and anything past it.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; the message names them.
+    """
+    shape = (query.shape[0], index.vectors.shape[1], page_table.shape[1])
+    scores = torch.empty(shape, dtype=torch.float32, device=query.device)
+    library.module().score_tiles(
+        scores,
+        _aligned(query),
+        index.vectors,
+        page_table,
+        cache_seqlens,
+        layer.layout.page_size,
+        0,
+        1,
+        _COMBINES[combine],
+        True,
+    )
+    return scores
+
+
+def select_tiles(
+    scores: torch.Tensor,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    sparsity: torch.Tensor,
+    rule: SelectionRule,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pages to read: first and recent ones, and the best of the rest.
+
+    Of equal scores the earlier page wins.
+
+    Args:
+        scores: as ``score_tiles`` returns them.
+        sparsity: float32 ``[B]``, the share to leave out; 0 keeps a row whole.
+        positions: int32 ``[B, H, max_pages]``, filled with where the pages stand, if given.
+
+    Returns:
+        Page ids int32 ``[B, H, max_pages]``, ascending in position, and how many tokens they hold,
+        int32 ``[B]``. Entries past them are unset.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; the message names them.
+    """
+    selected, lengths = _outputs(scores.shape, cache_seqlens)
+    library.module().select_tiles(
+        selected,
+        lengths,
+        positions,
+        scores,
+        page_table,
+        cache_seqlens,
+        sparsity,
+        rule.page_size,
+        rule.max_k,
+        rule.first,
+        rule.recent,
+        rule.floor,
+        True,
+    )
+    return selected, lengths
+
+
+def choose_tiles(
+    query: torch.Tensor,
+    layer: LayerCache,
+    index: LayerIndex,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    sparsity: torch.Tensor,
+    rule: SelectionRule,
+    combine: str,
+    *,
+    positions: torch.Tensor | None = None,
+    after_store: bool = False,
+    force_cluster: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``score_tiles`` and ``select_tiles`` in one launch.
+
+    Args:
+        after_store: the last kernel launched is this step's ``index_pages`` of this layer, or one
+            that waits for all before it: old index rows are read while it still runs.
+        force_cluster: tests and benchmarks.
+    """
+    shape = torch.Size((query.shape[0], index.vectors.shape[1], page_table.shape[1]))
+    selected, lengths = _outputs(shape, cache_seqlens)
+    library.module().choose_tiles(
+        selected,
+        lengths,
+        positions,
+        _aligned(query),
+        index.vectors,
+        page_table,
+        cache_seqlens,
+        sparsity,
+        rule.page_size,
+        rule.max_k,
+        rule.first,
+        rule.recent,
+        rule.floor,
+        _COMBINES[combine],
+        1 if after_store else 2,
+        force_cluster,
+    )
+    return selected, lengths
+
+
+def _outputs(shape: torch.Size, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(shape, dtype=torch.int32, device=like.device), torch.empty_like(like)
+
+
+def _aligned(query: torch.Tensor) -> torch.Tensor:
+    """Rows that start at 16 bytes, as the kernels read them."""
+    stride = query.stride()
+    fits = stride[-1] == 1 and (query.data_ptr() | stride[0] * 2 | stride[1] * 2) % 16 == 0
+    return query if fits else query.contiguous()
