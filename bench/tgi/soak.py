@@ -29,7 +29,7 @@ from bicl.frontends.tgi.selftest.soak import Soak
 FREE_BYTES = 20 * 10**9
 PREFILL_TOKENS = 4096
 TOTAL_TOKENS = 8192
-TIE = 0.12  # of log-probability; bf16 against float32 differs by 0.09 on average in such a model
+TIE = 0.26  # two steps of a bf16 logit between 16 and 32, which is what the model rounds its own to
 
 
 def run(model: Path, options: argparse.Namespace, drafts: int) -> dict[str, Any]:

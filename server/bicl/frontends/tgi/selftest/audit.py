@@ -240,8 +240,9 @@ def install(flash_causal_lm: Any) -> None:
     audit = _Audit(int(os.environ.get("BICL_AUDIT_EVERY", "4")))
     model = flash_causal_lm.FlashCausalLM
     cache: Any = KVCache
+    graph: Any = torch.cuda.CUDAGraph
     store, attend = cache.store, cache.attend
-    init, generate, replay = model.init_kv_cache, model.generate_token, torch.cuda.CUDAGraph.replay
+    init, generate, replay = model.init_kv_cache, model.generate_token, graph.replay
 
     @functools.wraps(store)
     def watched_store(self: Any, *, key: Any, value: Any, slots: Any, kv_scales: Any) -> None:
@@ -282,7 +283,7 @@ def install(flash_causal_lm: Any) -> None:
 
     cache.store, cache.attend = watched_store, watched_attend
     model.init_kv_cache, model.generate_token = watched_init, watched_generate
-    torch.cuda.CUDAGraph.replay = watched_replay
+    graph.replay = watched_replay
     address += f"-{os.environ.get('RANK', '0')}"
     threading.Thread(target=_serve, args=(audit, address), daemon=True).start()
 

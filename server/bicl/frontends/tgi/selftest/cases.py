@@ -12,7 +12,18 @@ if TYPE_CHECKING:  # names of cases are listed where TGI is not installed, too
     from bicl.frontends.tgi.selftest.router import Router, Sequence
     from bicl.frontends.tgi.selftest.shard import Shards
 
-__all__ = ["CASES", "CHUNKING", "Bench"]
+__all__ = [
+    "ADAPTERS",
+    "CASES",
+    "CHUNKING",
+    "PREFILL_TOKENS",
+    "PREFIXES",
+    "TOTAL_TOKENS",
+    "Bench",
+]
+
+PREFILL_TOKENS = 256  # of a step, that the shard is warmed up with
+TOTAL_TOKENS = 1280  # of a request
 
 CHUNKING = (
     "chunked_prompt",
@@ -20,6 +31,19 @@ CHUNKING = (
     "prefix_cancelled_between_chunks",
 )
 """Cases that TGI itself cannot do without chunked prefill."""
+
+PREFIXES = (
+    "cached_prefix_of_whole_pages",
+    "whole_prompt_cached_rewrites_a_shared_slot",
+    "prefix_that_was_never_computed",
+    "prefix_cancelled_between_chunks",
+    "page_reused_for_other_tokens",
+    "random_traffic",
+)
+"""Cases that claim cached prefixes, which TGI does not do for vision models."""
+
+ADAPTERS = ("adapters_side_by_side", "pages_of_another_adapter")
+"""Cases that need adapters."""
 
 NEAR_TOKENS = 5  # how many of the likeliest tokens are looked at for a near tie
 
@@ -67,11 +91,12 @@ class Bench:
             self.compare(sequence)
             self.router.release(sequence)
 
-    def compare(self, sequence: Sequence) -> bool:
-        """Compare a finished request's tokens; True if they part, but at a near tie only."""
+    def compare(self, sequence: Sequence) -> float:
+        """Compare a finished request's tokens; how near the tie was at which they part, 0 if they
+        do not."""
         expected, tops = self._expected(sequence)
         if sequence.tokens == expected:
-            return False
+            return 0.0
         pairs = zip(sequence.tokens, expected, strict=True)
         first = next(i for i, (got, wanted) in enumerate(pairs) if got != wanted)
         behind = math.inf
@@ -82,12 +107,13 @@ class Bench:
             f"prompt of {len(sequence.prompt)} tokens: got {sequence.tokens}, expected {expected}"
             f"; token {first} is {behind:.3f} less likely than the best one"
         )
-        return True
+        return behind
 
     def _expected(self, sequence: Sequence) -> tuple[list[int], list[dict[int, float]]]:
         """Tokens, and where they come from this shard, too, the likeliest ones at each step."""
         if self.exact:
-            return self.model.greedy(sequence.prompt, sequence.max_new_tokens), []
+            count = sequence.max_new_tokens
+            return self.model.greedy(sequence.prompt, count, sequence.adapter), []
         alone = self.router.sequence(sequence.prompt, sequence.max_new_tokens)
         alone.top = NEAR_TOKENS if self.tie else 0
         self.router.prefill(alone)
@@ -107,7 +133,7 @@ def case_capacity_fills_the_memory_and_no_more(bench: Bench) -> None:
     padded = -(-bench.model.head_dim // size) * size
     rows = bench.model.num_layers * bench.model.num_kv_heads // len(bench.shards.processes)
     page_bytes = rows * padded * 2 * size * bench.kv_bytes
-    warm_up_pages = -(-(512 - 1 + bench.router.speculate) // size)
+    warm_up_pages = -(-(TOTAL_TOKENS - 1 + bench.router.speculate) // size)
     pages = bench.num_tokens // size - warm_up_pages
     assert pages == bench.free_bytes // page_bytes
 
@@ -249,6 +275,43 @@ def case_random_traffic(bench: Bench) -> None:
         if bench.router.running:
             bench.router.decode()
     bench.check(*done)
+
+
+def case_long_prompt_beside_a_short_one(bench: Bench) -> None:
+    """Far beyond every window, in models that mix windowed and full layers, too. (A51)"""
+    sequences = [bench.sequence(bench.prompt(n, 12), new_tokens=6) for n in (1100, 5)]
+    bench.router.prefill(*sequences)
+    bench.check(*sequences)
+
+
+def case_adapters_side_by_side(bench: Bench) -> None:
+    sequences = []
+    for adapter in (*bench.model.adapters, ""):
+        sequences.append(bench.sequence(bench.prompt(75, 13)))
+        sequences[-1].adapter = adapter
+    bench.router.prefill(*sequences)
+    bench.check(*sequences)
+    assert len({tuple(each.tokens) for each in sequences}) == len(sequences)
+
+
+def case_pages_of_another_adapter(bench: Bench) -> None:
+    """The router's index knows no adapters; a page's tag does. (A11)"""
+    size, (ours, other) = 2 * bench.router.page_size, bench.model.adapters
+    first = bench.sequence(bench.prompt(size + 20, 14))
+    first.adapter = ours
+    bench.router.prefill(first)
+    bench.router.finish()
+    told = bench.shards.log().count("the router claims")
+    same = bench.sequence(first.prompt, first.pages[:2])
+    same.adapter = ours
+    bench.router.prefill(same, cached=size)
+    bench.router.finish()
+    assert bench.shards.log().count("the router claims") == told
+    foreign = bench.sequence(first.prompt, first.pages[:2])
+    foreign.adapter = other
+    bench.router.prefill(foreign, cached=size)
+    assert f"claims {size} cached tokens, but only 0 were computed" in bench.shards.log()
+    bench.check(foreign)
 
 
 def case_every_page_is_accounted_for(bench: Bench) -> None:

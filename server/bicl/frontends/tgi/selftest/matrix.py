@@ -22,6 +22,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     ),
     "batches": (
         "one_request",
+        "long_prompt_beside_a_short_one",
         "batch_of_four",
         "joining_a_decoding_batch",
         "health_request_on_page_0",
@@ -37,6 +38,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "prefix_cancelled_between_chunks",
         "page_reused_for_other_tokens",
     ),
+    "adapters": ("adapters_side_by_side", "pages_of_another_adapter"),
     "random traffic": ("random_traffic", "every_page_is_accounted_for"),
 }
 """Column to the cases that must all hold."""

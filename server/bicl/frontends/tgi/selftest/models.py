@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 __all__ = ["MODELS", "Model", "ModelSpec", "make_model"]
@@ -20,11 +25,18 @@ NUM_WORDS = 3000  # looked at, of a vocabulary
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A random model. ``window`` is TGI's: it keeps one key more than transformers does."""
+    """A random model.
+
+    Attributes:
+        model_type, options: of its config.
+        window: TGI's, which keeps one key more than transformers does.
+        adapters: names of random LoRA adapters beside it.
+    """
 
     model_type: str
     options: dict[str, Any] = field(default_factory=dict)
     window: int | None = None
+    adapters: tuple[str, ...] = ()
 
 
 MODELS = {
@@ -45,6 +57,41 @@ MODELS = {
     ),
     "phi3-head96": ModelSpec("phi3", {"hidden_size": 384}),
     "gpt-neox-head80": ModelSpec("gpt_neox", {"hidden_size": 320, "num_key_value_heads": 4}),
+    "llama-lora": ModelSpec("llama", adapters=("poet", "clerk")),
+    "mixtral": ModelSpec("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek-v3-head192": ModelSpec(
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "head_dim": 64,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 48,
+            "moe_layer_freq": 1,
+            "first_k_dense_replace": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "rope_scaling": {  # text-generation-inference takes no DeepSeek without
+                "type": "yarn",
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 512,
+            },
+        },
+    ),
+    "llava-next": ModelSpec("llava_next"),
     "smollm2": ModelSpec("", {}),
 }
 """By the name the self-test takes. ``smollm2`` is real: SmolLM2-135M-Instruct."""
@@ -53,19 +100,24 @@ MODELS = {
 class Model:
     """A model on disk and its answers in float32."""
 
-    def __init__(self, path: Path, window: int | None) -> None:
-        self.path = path
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
+        self.path, self.adapters = path, spec.adapters
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        options = {} if window is None else {"sliding_window": window + 1}
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
+        options = {} if spec.window is None else {"sliding_window": spec.window + 1}
+        factory = AutoModelForImageTextToText if spec.model_type in VISION else AutoModelForCausalLM
+        self._model: Any = factory.from_pretrained(
             path, torch_dtype=torch.float32, attn_implementation="eager", **options
         )  # in eval mode
-        self._recompute = window is not None
-        config = self._model.config
+        for name in spec.adapters:
+            self._model.load_adapter(str(path / name), adapter_name=name)
+        self._recompute = spec.window is not None
+        config = getattr(self._model.config, "text_config", self._model.config)
         heads = config.num_attention_heads
         self.num_layers: int = config.num_hidden_layers
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", heads)
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if config.model_type == "deepseek_v3":
+            self.head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         self._pieces = self._find_pieces()
 
     def prompt(self, length: int, seed: str) -> list[int]:
@@ -93,8 +145,13 @@ class Model:
         return stable
 
     @torch.inference_mode()
-    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+    def greedy(self, prompt: list[int], num_tokens: int, adapter: str = "") -> list[int]:
         """The continuation. With windows every step is computed afresh, without any cache."""
+        if self.adapters:
+            self._model.enable_adapters()
+            self._model.set_adapter(adapter or self.adapters[0])
+            if not adapter:
+                self._model.disable_adapters()
         ids, cache, answer = torch.tensor([prompt]), None, []
         for _ in range(num_tokens):
             if self._recompute:
@@ -114,21 +171,89 @@ def make_model(name: str, folder: Path) -> Model:
     spec, path = MODELS[name], folder / name
     if name == "smollm2":
         _convert_smollm2(path)
+    elif spec.model_type in VISION:
+        _write_vision(spec, path)
     else:
         _write_random(spec, path)
-    return Model(path, spec.window)
+    return Model(path, spec)
+
+
+VISION = ("llava_next",)
 
 
 def _write_random(spec: ModelSpec, path: Path) -> None:
     torch.manual_seed(11)
-    common = {
+    config = CONFIG_MAPPING[spec.model_type](**(_common(spec) | spec.options))
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config, torch_dtype=torch.float32)
+    model.save_pretrained(path)
+    _word_tokenizer(()).save_pretrained(path)
+    for name in spec.adapters:
+        _write_adapter(path, name)
+
+
+def _write_adapter(base: Path, name: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    config = LoraConfig(
+        r=8, lora_alpha=16, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    torch.manual_seed(sum(name.encode()))
+    for key, weights in model.named_parameters():
+        if "lora_" in key:
+            torch.nn.init.normal_(weights, std=0.2)
+    model.save_pretrained(base / name)
+
+
+def _write_vision(spec: ModelSpec, path: Path) -> None:
+    """A language model with a vision tower beside it; prompts of text do not touch the tower."""
+    from transformers import (
+        CLIPImageProcessor,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaNextConfig,
+        LlavaNextProcessor,
+    )
+
+    torch.manual_seed(11)
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        projection_dim=32,
+    )
+    config = LlavaNextConfig(
+        vision_config=vision,
+        text_config=LlamaConfig(**_common(spec)),
+        image_token_index=VOCAB_SIZE - 1,
+        image_grid_pinpoints=[[56, 56]],
+        tie_word_embeddings=False,
+    )
+    factory: Any = AutoModelForImageTextToText
+    model = factory.from_config(config, torch_dtype=torch.float32)
+    model.save_pretrained(path)
+    tokenizer = _word_tokenizer(("<image>",))
+    edge = {"height": 56, "width": 56}
+    pictures = CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=edge)
+    LlavaNextProcessor(
+        pictures, tokenizer, patch_size=14, vision_feature_select_strategy="default"
+    ).save_pretrained(path)
+
+
+def _common(spec: ModelSpec) -> dict[str, Any]:
+    return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 256,
         "intermediate_size": 160,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 2048,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -137,19 +262,16 @@ def _write_random(spec: ModelSpec, path: Path) -> None:
         # Large weights: attention must matter, and the best token must lead clearly.
         "initializer_range": 0.15,
     }
-    config = CONFIG_MAPPING[spec.model_type](**(common | spec.options))
-    factory: Any = AutoModelForCausalLM
-    model = factory.from_config(config, torch_dtype=torch.float32)
-    model.save_pretrained(path)
-    _word_tokenizer().save_pretrained(path)
 
 
-def _word_tokenizer() -> Any:
+def _word_tokenizer(last: tuple[str, ...]) -> Any:
+    """Word i is token i; ``last``: special tokens at the end of the vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     words = {word: i for i, word in enumerate(special)}
-    words |= {f"w{i}": i for i in range(len(special), VOCAB_SIZE)}
+    words |= {f"w{i}": i for i in range(len(special), VOCAB_SIZE - len(last))}
+    words |= {word: VOCAB_SIZE - len(last) + i for i, word in enumerate(last)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     factory: Any = PreTrainedTokenizerFast
@@ -159,6 +281,7 @@ def _word_tokenizer() -> Any:
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
+        additional_special_tokens=list(last),
     )
 
 

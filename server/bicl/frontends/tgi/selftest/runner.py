@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bicl.frontends.tgi.selftest.cases import Bench
+from bicl.frontends.tgi.selftest.cases import PREFILL_TOKENS, TOTAL_TOKENS, Bench
 from bicl.frontends.tgi.selftest.models import Model, make_model
 from bicl.frontends.tgi.selftest.router import Router, request_of
 from bicl.frontends.tgi.selftest.scenarios import SCENARIOS, Scenario
@@ -17,8 +17,6 @@ from bicl.frontends.tgi.selftest.shard import Shards, start_environment
 
 __all__ = ["Result", "run_scenario"]
 
-PREFILL_TOKENS = 256
-TOTAL_TOKENS = 512
 START = "start_and_warm_up"
 
 
@@ -46,6 +44,8 @@ def run_scenario(name: str, folder: Path, hook: Path, only: str = "") -> Iterato
     with ExitStack() as stack:
         try:
             model = make_model(scenario.model, folder)
+            adapters = [f"{each}={model.path / each}" for each in scenario.adapters]
+            environment["LORA_ADAPTERS"] = ",".join(adapters)
             shards = Shards(
                 model.path, environment, *scenario.flags, world_size=scenario.world_size
             )
@@ -83,4 +83,5 @@ def _warm_up(shards: Shards, model: Model, scenario: Scenario) -> Bench:
         kv_bytes=scenario.kv_bytes,
         exact=scenario.exact,
         new_tokens=scenario.new_tokens,
+        prefixes=scenario.prefixes,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bicl.frontends.tgi.selftest.cases import CASES, CHUNKING, Bench
+from bicl.frontends.tgi.selftest.cases import ADAPTERS, CASES, CHUNKING, PREFIXES, Bench
 
 __all__ = ["SCENARIOS", "Scenario"]
 
@@ -18,6 +18,7 @@ class Scenario:
         model: name in ``models.MODELS``.
         flags, environment, world_size: of the shard.
         without: cases that cannot apply, because TGI itself lacks the feature there.
+        adapters: LoRA adapters of the model to load.
         free_bytes: memory that the shard is told to have.
         kv_bytes, exact, new_tokens: as in :class:`Bench`.
     """
@@ -27,6 +28,7 @@ class Scenario:
     environment: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1
     without: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     free_bytes: int = 64 << 20
     kv_bytes: int = 4
     exact: bool = True
@@ -34,7 +36,13 @@ class Scenario:
 
     @property
     def cases(self) -> dict[str, Callable[[Bench], None]]:
-        return {name: case for name, case in CASES.items() if name not in self.without}
+        left_out = self.without if self.adapters else (*self.without, *ADAPTERS)
+        return {name: case for name, case in CASES.items() if name not in left_out}
+
+    @property
+    def prefixes(self) -> bool:
+        """TGI offers cached prefixes there."""
+        return self.environment.get("PREFIX_CACHING") != "0"
 
 
 def _fp8(dtype: str) -> Scenario:
@@ -55,5 +63,9 @@ SCENARIOS = {
     "gemma2-window": Scenario("gemma2-window"),
     "phi3-head96": Scenario("phi3-head96"),
     "gpt-neox-head80": Scenario("gpt-neox-head80"),
+    "llama-lora": Scenario("llama-lora", adapters=("poet", "clerk")),
+    "mixtral": Scenario("mixtral"),
+    "deepseek-v3-head192": Scenario("deepseek-v3-head192"),
+    "llava-next": Scenario("llava-next", environment={"PREFIX_CACHING": "0"}, without=PREFIXES),
     "smollm2": Scenario("smollm2", free_bytes=384 << 20),
 }

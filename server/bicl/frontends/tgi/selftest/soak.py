@@ -34,7 +34,8 @@ class Traffic:
         drafts: tokens that came beyond one a step: accepted speculation.
         most_rows: of a decode batch.
         pages: in play; ``page_lives``: times that one was handed out.
-        compared, near_ties: requests run again alone; those that part at a near tie.
+        compared, near_ties: requests run again alone; those that part at a near tie, the widest
+            of which is ``widest_tie`` in log-probability.
     """
 
     requests: int = 0
@@ -49,6 +50,7 @@ class Traffic:
     page_lives: int = 0
     compared: int = 0
     near_ties: int = 0
+    widest_tie: float = 0.0
 
 
 class Soak:
@@ -109,8 +111,9 @@ class Soak:
         assert set(self.router.free_pages) == everything, "pages are lost"
         self.router.give_pages(aside)
         assert not self.auditor.written(aside), "pages that nobody had were written"
+        differences = self._check_differences()
         self._compare_kept()
-        return {**asdict(self.traffic), "differences": self._check_differences()}
+        return {**asdict(self.traffic), "differences": differences}
 
     def _compute_prefixes(self) -> None:
         """Whole pages that later requests start with."""
@@ -188,7 +191,9 @@ class Soak:
     def _compare_kept(self) -> None:
         count = min(self.compare, len(self.kept))
         for sequence in self.choose.sample(self.kept, count):
-            self.traffic.near_ties += self.bench.compare(sequence)
+            tie = self.bench.compare(sequence)
+            self.traffic.near_ties += tie > 0
+            self.traffic.widest_tie = max(self.traffic.widest_tie, tie)
             self.traffic.compared += 1
 
     def _check_differences(self) -> list[dict[str, Any]]:

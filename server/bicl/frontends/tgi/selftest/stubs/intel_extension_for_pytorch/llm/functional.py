@@ -35,3 +35,37 @@ def _add(residual, hidden, add_back):
     if add_back:
         residual.copy_(total)
     return total
+
+
+def bgmv_shrink(rows, weights, out, adapters, scale):
+    """One adapter a row; a negative one is none. ``weights``: ``[adapters, rank, hidden]``."""
+    for row, adapter in enumerate(adapters.tolist()):
+        if adapter >= 0:
+            out[row] += scale * (weights[adapter] @ rows[row])
+
+
+def bgmv_expand(rows, weights, out, adapters, add_inputs):
+    assert add_inputs
+    bgmv_shrink(rows, weights, out, adapters, 1.0)
+
+
+def sgmv_shrink(rows, weights, out, starts, lengths, adapters, count, longest, scale):
+    """One adapter a run of rows."""
+    for start, length, adapter in zip(
+        starts.tolist(), lengths.tolist(), adapters.tolist(), strict=True
+    ):
+        if adapter >= 0:
+            run = slice(start, start + length)
+            out[run] += scale * (rows[run] @ weights[adapter].T)
+
+
+def sgmv_expand(rows, weights, out, starts, lengths, adapters, count, longest, add_inputs):
+    assert add_inputs
+    sgmv_shrink(rows, weights, out, starts, lengths, adapters, count, longest, 1.0)
+
+
+def __getattr__(name):
+    """Operators of the vision towers exist by name; text never calls them."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise NotImplementedError(f"{name} has no stand-in on the CPU")
