@@ -6,6 +6,7 @@ counts is read from one snapshot per scrape, so that the numbers of a scrape fit
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,16 +23,25 @@ from prometheus_client import (
     generate_latest,
     start_http_server,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+
+from bicl.sparse.guard import FALLBACK_REASONS
 
 if TYPE_CHECKING:
-    from bicl.frontends.http.engine.config import EngineStats, Outcome, StepRecord
+    from bicl.frontends.http.engine.config import EngineStats, Outcome, SparseStats, StepRecord
 
 __all__ = ["CacheFacts", "RequestTimes", "ServerMetrics", "serve_counters"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_BUCKETS = tuple(0.0001 * 1.5**power for power in range(1, 36))
 _METHODS = ("prefill", "decode")
+_PATHS = ("sparse", "short", "mixed", "dense", "fallback")
+_LAYER_GROUPS = ("first", "sparse", "last")
 _FAILURES = ("validation", "overloaded", "generation", "incomplete", "dropped", "template")
 # Prometheus' client insists on a `_total` that TGI's counters do not have.
 _TGI_COUNTER = re.compile(rb"^(# HELP |# TYPE |)(tgi_\w+?)_total(?=[ {])", re.MULTILINE)
@@ -217,6 +227,7 @@ class _EngineCollector:
         yield from _tgi_gauges(stats, self._facts)
         yield from _cache_gauges(stats)
         yield from _engine_counters(stats)
+        yield from _sparse_metrics(stats.sparse)
         yield from _constant_gauges(self._facts)
 
 
@@ -270,6 +281,55 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
     outcomes.add_metric(["aborted"], stats.aborted)
     outcomes.add_metric(["failed"], stats.failed)
     yield outcomes
+
+
+def _sparse_metrics(stats: SparseStats) -> Iterator[Metric]:
+    tiles = CounterMetricFamily(
+        "bicl_hysparse_tiles",
+        "Tiles of one KV head in sparse layers, summed over rows, layers and decode steps",
+        labels=["state"],
+    )
+    tiles.add_metric(["read"], stats.tiles_read)
+    tiles.add_metric(["skipped"], stats.tiles_skipped)
+    yield tiles
+    rows = CounterMetricFamily(
+        "bicl_hysparse_rows", "Decode rows by the path that they took", labels=["path"]
+    )
+    for path in _PATHS:
+        rows.add_metric([path], stats.rows.get(path, 0))
+    yield rows
+    fallbacks = CounterMetricFamily(
+        "bicl_hysparse_fallbacks", "Requests that went back to the full cache", labels=["reason"]
+    )
+    for reason in FALLBACK_REASONS:
+        fallbacks.add_metric([reason], stats.fallbacks.get(reason, 0))
+    yield fallbacks
+    for name, text, count in (
+        ("shadow_steps", "Steps in which sampled layers also ran dense", stats.shadow_steps),
+        ("stale_pages", "Pages whose index did not describe them", stats.stale_pages),
+    ):
+        yield CounterMetricFamily(f"bicl_hysparse_{name}", text, value=count)
+    yield SummaryMetricFamily(
+        "bicl_hysparse_mass_kept",
+        "Share of the attention mass in the tiles read, by rows of shadow steps",
+        count_value=stats.mass_kept_count,
+        sum_value=stats.mass_kept_sum,
+    )
+    for name, text, value in (
+        ("enabled", "1 if decode steps may leave tiles out", float(stats.enabled)),
+        ("configured_sparsity_ratio", "Share of the tiles to leave out", stats.configured_ratio),
+        ("actual_sparsity_ratio", "The same, measured by the last shadow step", stats.actual_ratio),
+        ("mass_kept_ratio", "Attention mass kept in the last shadow step", stats.mass_kept),
+    ):
+        yield _gauge(f"bicl_hysparse_{name}", text, value)
+    entropy = GaugeMetricFamily(
+        "bicl_hysparse_attention_entropy_nats",
+        "Order-2 entropy of the dense attention of one layer of a group, smoothed",
+        labels=["layers"],
+    )
+    for group in _LAYER_GROUPS:
+        entropy.add_metric([group], stats.entropy.get(group, math.nan))
+    yield entropy
 
 
 def _constant_gauges(facts: CacheFacts) -> Iterator[Metric]:

@@ -11,12 +11,14 @@ from typing import Any
 from bicl.errors import ConfigError
 from bicl.settings import flag_name, setting
 from bicl.sparse.config import MODES, TEXT_KINDS, VARIANTS, HySparseConfig
+from bicl.sparse.guard import GuardBounds
 
 __all__ = ["HySparseSettings", "read_config_file", "write_config_file"]
 
 PREFIX = "hysparse_"
 # A field of HySparseConfig that has another name as a flag.
 _FIELDS = {"gate": "gate_path"}
+_GUARD = frozenset(PREFIX + item.name for item in fields(GuardBounds))
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,27 @@ class HySparseSettings:
         "Always keep tokens at the boundaries of syntax nodes.",
         env="BICL_HYSPARSE_ENABLE_SG",
     )
+    hysparse_shadow_interval: int | None = setting(
+        None,
+        "Decode steps between two measurements of a request. Default: 32.",
+        env="BICL_HYSPARSE_SHADOW_INTERVAL",
+    )
+    hysparse_min_mass_kept: float | None = setting(
+        None,
+        "Least share of the attention in the tiles read; below it a request goes back to the full "
+        "cache. Default: 0.5.",
+        env="BICL_HYSPARSE_MIN_MASS_KEPT",
+    )
+    hysparse_min_sparsity_share: float | None = setting(
+        None,
+        "Least share of the expected sparsity that must be measured. Default: 0.77.",
+        env="BICL_HYSPARSE_MIN_SPARSITY_SHARE",
+    )
+    hysparse_max_entropy_rise: float | None = setting(
+        None,
+        "Most that attention's entropy may rise meanwhile. Default: 0.15.",
+        env="BICL_HYSPARSE_MAX_ENTROPY_RISE",
+    )
     hysparse_force: bool = setting(
         False,
         "Start although the model is one on which HySparse is refused; the reason is logged.",
@@ -100,6 +123,7 @@ class HySparseSettings:
                     f"{', '.join(choices)}"
                 )
         self.resolve()
+        self.guard()
 
     @property
     def given(self) -> dict[str, Any]:
@@ -125,16 +149,28 @@ class HySparseSettings:
             return None
         path = given.pop("hysparse_config", None)
         base = HySparseConfig() if path is None else read_config_file(path)
-        names = [name.removeprefix(PREFIX) for name in given]
-        changes = dict(zip([_FIELDS.get(n, n) for n in names], given.values(), strict=True))
+        changes = {_field(name): value for name, value in given.items() if name not in _GUARD}
         try:
             return replace(base, **changes)
         except ConfigError as error:
             raise ConfigError(f"{self._blame(changes, base)}: {error}") from None
 
+    def guard(self) -> GuardBounds:
+        """When a request goes back to the full cache.
+
+        Raises:
+            ConfigError: a bound is out of range.
+        """
+        given = {_field(name): value for name, value in self.given.items() if name in _GUARD}
+        try:
+            return GuardBounds(**given)
+        except ConfigError as error:
+            flags = ", ".join(flag_name(PREFIX + name) for name in given)
+            raise ConfigError(f"{flags}: {error}") from None
+
     def _blame(self, changes: Mapping[str, Any], base: HySparseConfig) -> str:
         """The flag whose value alone is wrong already; all of them where it is the mixture."""
-        flags = {_FIELDS.get(name, name): flag_name(PREFIX + name) for name in _names()}
+        flags = {_field(item.name): flag_name(item.name) for item in fields(self)}
         for name, value in changes.items():
             try:
                 replace(base, **{name: value})
@@ -143,8 +179,10 @@ class HySparseSettings:
         return ", ".join(flags[name] for name in changes)
 
 
-def _names() -> list[str]:
-    return [item.name.removeprefix(PREFIX) for item in fields(HySparseSettings)]
+def _field(setting_name: str) -> str:
+    """The field of ``HySparseConfig`` or ``GuardBounds`` that a setting fills."""
+    name = setting_name.removeprefix(PREFIX)
+    return _FIELDS.get(name, name)
 
 
 def read_config_file(path: str | Path) -> HySparseConfig:

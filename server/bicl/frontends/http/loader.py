@@ -20,7 +20,7 @@ from transformers import (
 from bicl.errors import ConfigError
 from bicl.frontends.transformers import ATTENTION_NAME, ModelGeometry, inspect_model, register
 
-__all__ = ["LoadedModel", "bundled_model_path", "load_model"]
+__all__ = ["LoadedModel", "bundled_model_path", "load_model", "locate"]
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def load_model(
     """
     target = _device(device)
     weights_dtype = _dtype(dtype, target)
-    source, options = _source(model_id, revision)
+    source, options = locate(model_id, revision)
     options |= {"trust_remote_code": trust_remote_code}
     register()
     try:
@@ -167,8 +167,12 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
     return dtype
 
 
-def _source(model_id: str, revision: str | None) -> tuple[str, dict[str, Any]]:
-    """``from_pretrained``'s first argument and the options that go with it."""
+def locate(model_id: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+    """``from_pretrained``'s first argument and the options that go with it.
+
+    Raises:
+        ConfigError: a path that leads nowhere, or to more than one model.
+    """
     path = Path(model_id).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":

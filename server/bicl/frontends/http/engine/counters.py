@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bicl.frontends.http.engine.config import EngineStats, Outcome, StepKind, StepRecord
+from bicl.frontends.http.engine.config import (
+    EngineStats,
+    Outcome,
+    SparseStats,
+    StepKind,
+    StepRecord,
+)
 from bicl.frontends.http.engine.scheduler import Scheduler
 
 __all__ = ["Counters"]
@@ -37,6 +43,7 @@ class Counters:
         draining: bool,
         healthy: bool,
         graph_misses: int,
+        sparse: SparseStats,
     ) -> EngineStats:
         gauges, stats = scheduler.manager.gauges(), scheduler.manager.stats
         return EngineStats(
@@ -64,6 +71,7 @@ class Counters:
             prefilled_tokens=self._prefilled,
             generated_tokens=self._generated,
             graph_misses=graph_misses,
+            sparse=sparse,
             draining=draining,
             healthy=healthy,
         )

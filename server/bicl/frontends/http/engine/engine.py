@@ -16,6 +16,7 @@ from bicl.frontends.http.engine.config import (
     EngineObserver,
     EngineStats,
     Outcome,
+    SparseStats,
     StepKind,
     StepRecord,
 )
@@ -24,9 +25,10 @@ from bicl.frontends.http.engine.emitter import Emitter, Last
 from bicl.frontends.http.engine.grammar import GrammarCompiler
 from bicl.frontends.http.engine.runner import ModelRunner
 from bicl.frontends.http.engine.sampler import SamplingState
-from bicl.frontends.http.engine.scheduler import Plan, Scheduler
+from bicl.frontends.http.engine.scheduler import Chunk, Plan, Scheduler
 from bicl.frontends.http.engine.sequence import Sequence
-from bicl.frontends.http.engine.sizing import num_pages
+from bicl.frontends.http.engine.sizing import num_pages, sparse_layers
+from bicl.frontends.http.engine.sparse import SparseControl
 from bicl.frontends.http.engine.stream import RequestStream
 from bicl.frontends.http.engine.text import Detokenizer, StopCheck
 from bicl.frontends.http.loader import LoadedModel
@@ -71,6 +73,7 @@ class Engine:
             model_revision=loaded.sha,
         )
         self._scheduler = Scheduler(manager, config)
+        self._sparse = self._sparse_control()
         self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._emitter = Emitter(loaded.tokenizer)
         self._counters = Counters()
@@ -114,6 +117,7 @@ class Engine:
             SamplingState(params, grammar, self.loaded.device),
             StopCheck(params, self.loaded.eos_token_ids),
             Detokenizer(self.loaded.tokenizer, request.prompt_ids),
+            None if self._sparse is None else self._sparse.begin(request),
         )
         with self._changed:
             if self._stopping or self._draining:
@@ -178,6 +182,7 @@ class Engine:
                 draining=self._draining,
                 healthy=self._thread is not None and self._thread.is_alive(),
                 graph_misses=graphs.misses if graphs is not None else 0,
+                sparse=SparseStats() if self._sparse is None else self._sparse.stats(),
             )
 
     def _check(self, request: GenerationRequest) -> None:
@@ -247,12 +252,12 @@ class Engine:
         if not plan.chunks:
             return True
         try:
-            logits = self._forward(plan)
+            chunks, logits = self._forward(plan)
             forwarded = time.perf_counter()
             with self._lock:
-                for chunk in plan.chunks:
+                for chunk in chunks:
                     self._scheduler.commit(chunk)
-            num_generated, ended = self._emitter.emit(plan.chunks, logits)
+            num_generated, ended = self._emitter.emit(chunks, logits)
         except Exception as error:
             self._fail_batch(plan, error)
             return True
@@ -276,7 +281,8 @@ class Engine:
         if self._failures == MAX_FAILURES_IN_A_ROW:
             raise error
 
-    def _forward(self, plan: Plan) -> torch.Tensor:
+    def _forward(self, plan: Plan) -> tuple[list[Chunk], torch.Tensor]:
+        """The chunks that count, and their logits."""
         copies = [c for chunk in plan.chunks for c in chunk.sequence.pending_copies]
         if copies:
             self._runner.copy_pages(copies)
@@ -284,7 +290,35 @@ class Engine:
                 for chunk in plan.chunks:
                     if chunk.sequence.pages is not None and chunk.sequence.pending_copies:
                         self._scheduler.manager.copies_issued(chunk.sequence.pages)
-        return self._runner.forward(plan.chunks)
+        step = None if self._sparse is None else self._sparse.plan(plan.chunks)
+        if self._sparse is None or step is None:
+            return plan.chunks, self._runner.forward(plan.chunks)
+        logits = self._runner.forward(plan.chunks, step.sparsity, watched=step.shadow)
+        back = self._sparse.finish(plan.chunks, step)
+        if not back:
+            return plan.chunks, logits
+        # A row that goes back to the full cache computes this token again, too.
+        with self._lock:
+            for sequence in back:
+                assert sequence.sparse is not None
+                log.warning("request %s: full cache (%s)", sequence.id, sequence.sparse.fallback)
+                self._scheduler.recompute_dense(sequence)
+        keep = [i for i, chunk in enumerate(plan.chunks) if chunk.sequence not in back]
+        return [plan.chunks[i] for i in keep], logits[keep]
+
+    def _sparse_control(self) -> SparseControl | None:
+        config, shadow = self.config.hysparse, self._runner.shadow
+        if config is None or shadow is None:
+            return None
+        return SparseControl(
+            config,
+            self.config.guard,
+            layers=sparse_layers(self.loaded, self.config),
+            depth=len(self.loaded.geometry.layers),
+            page_size=self.config.page_size,
+            backend=shadow,
+            device=self.loaded.device,
+        )
 
     def _fail(
         self, sequence: Sequence, error: Exception, outcome: Outcome = Outcome.FAILED

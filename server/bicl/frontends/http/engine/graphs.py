@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class _Buffers:
             "page_table": ((batch, max_pages), torch.int32, 0),
             "cache_seqlens": ((batch,), torch.int32, 0),
             "slots": ((batch,), torch.int64, -1),
+            "sparsity": ((batch,), torch.float32, 0),
         }
         self._empty = {name: fill for name, (_, _, fill) in shapes.items()}
         self.host = {
@@ -81,25 +83,27 @@ class DecodeGraphs:
         self._buffers = _Buffers(self._sizes[-1], max_pages, device)
         self._cu_seqlens = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(self._sizes[-1], device=device)
-        self._graphs: dict[int, _Graph] = {}
+        # Steps in which no row leaves tiles out have graphs without scoring and selection.
+        self._kinds = (False,) if config.hysparse is None else (False, True)
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.misses = 0
 
     def capture(self) -> None:
         """Capture every size, largest first so that the smaller ones fit into its memory."""
         pool = None
-        for size in reversed(self._sizes):
+        for size, sparse in product(reversed(self._sizes), self._kinds):
             self._buffers.fill(
                 size, {name: t[:0].numpy() for name, t in self._buffers.host.items()}
             )
-            arguments = self._arguments(size)
+            arguments = self._arguments(size, sparse)
             self._model(*arguments)  # lazy initialisation must not happen during capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits = self._model(*arguments)
             pool = pool or graph.pool()
-            self._graphs[size] = _Graph(graph, logits)
+            self._graphs[size, sparse] = _Graph(graph, logits)
         self._copied.record()
 
     def replay(
@@ -109,11 +113,13 @@ class DecodeGraphs:
         page_table: np.ndarray,
         cache_seqlens: np.ndarray,
         slots: np.ndarray,
+        sparsity: np.ndarray | None = None,
     ) -> torch.Tensor | None:
         """Logits of a decode step, or ``None`` if no captured size is large enough (counted)."""
         batch = len(input_ids)
         size = next((size for size in self._sizes if size >= batch), None)
-        if size is None or size not in self._graphs:
+        key = size or 0, sparsity is not None
+        if size is None or key not in self._graphs:
             self.misses += 1
             return None
         self._copied.synchronize()  # the pinned buffers may still be on their way
@@ -125,15 +131,16 @@ class DecodeGraphs:
                 "page_table": page_table,
                 "cache_seqlens": cache_seqlens,
                 "slots": slots,
+                **({} if sparsity is None else {"sparsity": sparsity}),
             },
         )
         self._copied.record()
-        captured = self._graphs[size]
+        captured = self._graphs[key]
         captured.graph.replay()
         return captured.logits[:batch].clone()
 
     def _arguments(
-        self, size: int
+        self, size: int, sparse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
         buffers = self._buffers.device
         meta = AttentionMetadata(
@@ -143,5 +150,6 @@ class DecodeGraphs:
             slot_mapping=buffers["slots"][:size],
             max_q=1,
             max_k=self._max_k,
+            sparsity=buffers["sparsity"][:size] if sparse else None,
         )
         return buffers["input_ids"][:size], buffers["positions"][:size], meta, self._rows[:size]

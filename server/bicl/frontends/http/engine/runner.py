@@ -15,10 +15,13 @@ from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.engine.graphs import DecodeGraphs
 from bicl.frontends.http.engine.scheduler import Chunk
 from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
-from bicl.frontends.http.engine.sizing import page_layouts
+from bicl.frontends.http.engine.sizing import page_layouts, sparse_layers
 from bicl.frontends.http.loader import LoadedModel
 from bicl.frontends.transformers import PackedCache
 from bicl.frontends.transformers.packed import PackedModel
+from bicl.sparse.backend import SparseBackend
+from bicl.sparse.index import make_indexes
+from bicl.sparse.shadow import ShadowBackend
 
 __all__ = ["ModelRunner"]
 
@@ -40,6 +43,9 @@ class ModelRunner:
         self.backend: AttentionBackend = make_backend(self.device)
         self.page_size = config.page_size
         self.pool = KVPool(page_layouts(loaded, config), num_pages, self.device)
+        self.shadow: ShadowBackend | None = None
+        if config.hysparse is not None:
+            self.backend = self.shadow = _sparse(self.backend, self.pool, loaded, config)
         self._model = PackedModel(loaded.model, PackedCache(self.pool, self.backend))
         max_pages = -(-config.max_total_tokens // config.page_size)
         self._table = np.zeros((config.max_batch_size, max_pages), dtype=np.int32)
@@ -60,13 +66,30 @@ class ModelRunner:
         )
         self.backend.copy_pages(self.pool.layers, source, target)
 
-    def forward(self, chunks: SequenceOf[Chunk]) -> torch.Tensor:
+    def forward(
+        self,
+        chunks: SequenceOf[Chunk],
+        sparsity: np.ndarray | None = None,
+        *,
+        watched: bool = False,
+    ) -> torch.Tensor:
         """Compute the chunks and return logits, float32 ``[n, vocab_size]``: for each chunk in
-        order none, its last token's or all its tokens', as it asked."""
+        order none, its last token's or all its tokens', as it asked.
+
+        Args:
+            chunks: of the step.
+            sparsity: float32, one a chunk; ``None``: all dense.
+            watched: layers are probed, which no CUDA graph can do.
+        """
         step = self._pack(chunks)
-        if self.graphs is not None and step.is_decode:
+        if self.graphs is not None and step.is_decode and not watched:
             logits = self.graphs.replay(
-                step.input_ids, step.positions, step.page_table, step.cache_seqlens, step.slots
+                step.input_ids,
+                step.positions,
+                step.page_table,
+                step.cache_seqlens,
+                step.slots,
+                sparsity,
             )
             if logits is not None:
                 return logits
@@ -77,6 +100,7 @@ class ModelRunner:
             slot_mapping=self._to_device(step.slots),
             max_q=int(step.counts.max()),
             max_k=int(step.cache_seqlens.max()),
+            sparsity=None if sparsity is None else self._to_device(sparsity),
         )
         return self._model(
             self._to_device(step.input_ids),
@@ -123,6 +147,16 @@ class ModelRunner:
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _sparse(
+    inner: AttentionBackend, pool: KVPool, loaded: LoadedModel, config: EngineConfig
+) -> ShadowBackend:
+    assert config.hysparse is not None
+    layers = {number: pool.layers[number] for number in sparse_layers(loaded, config)}
+    indexes = make_indexes(layers, config.hysparse.variant, loaded.dtype)
+    backend = SparseBackend(inner, config.hysparse, indexes)
+    return ShadowBackend(backend, dict(enumerate(pool.layers)))
 
 
 class _Packed:

@@ -120,12 +120,29 @@ class Scheduler:
         return Plan(chunks, admitted, unservable)
 
     def commit(self, chunk: Chunk) -> None:
-        """The chunk's K and V are in the stream."""
+        """The chunk's K and V are in the stream.
+
+        Those that HySparse only approximated, and those computed again that were committed before,
+        do not enter the cache.
+        """
         sequence = chunk.sequence
         assert sequence.pages is not None
         end = chunk.start + chunk.count
-        self.manager.commit(sequence.pages, sequence.ids[chunk.start : end])
+        committed = sequence.pages.num_committed_tokens
+        if end > committed and (sequence.sparse is None or sequence.sparse.is_exact(end)):
+            self.manager.commit(sequence.pages, sequence.ids[committed:end])
         sequence.num_computed = end
+
+    def recompute_dense(self, sequence: Sequence) -> None:
+        """Its signals crossed the bounds: from the first approximated token on, compute again."""
+        row = sequence.sparse
+        assert row is not None
+        assert sequence.pages is not None
+        assert row.first_sparse is not None
+        sequence.num_computed = row.first_sparse
+        row.recomputed()
+        if not self.manager.extend(sequence.pages, len(sequence.ids)):
+            self._preempt(sequence)
 
     def _decodes(self, unservable: list[tuple[Sequence, Exception]]) -> Iterator[Chunk]:
         """Rows that compute one token; makes room for them, at the cost of the youngest."""
@@ -202,6 +219,8 @@ class Scheduler:
             self._crowded = False
             sequence.pages, sequence.row = pages, self._rows.pop()
             sequence.num_computed = pages.num_cached_tokens
+            if sequence.sparse is not None:
+                sequence.sparse.recomputed()
             self.running.append(sequence)
             if sequence.num_preemptions == 0:
                 sequence.num_cached = pages.num_cached_tokens

@@ -10,7 +10,8 @@ from bicl.cache.sequence import PageCopy, SequencePages
 from bicl.frontends.http.engine.sampler import SamplingState
 from bicl.frontends.http.engine.stream import RequestStream
 from bicl.frontends.http.engine.text import Detokenizer, StopCheck
-from bicl.frontends.http.request import GenerationRequest, PrefillToken, Usage
+from bicl.frontends.http.request import GenerationRequest, PrefillToken, SparseUsage, Usage
+from bicl.sparse.row import SparseRow
 
 __all__ = ["LogitsNeed", "Sequence"]
 
@@ -33,6 +34,7 @@ class Sequence:
         pages: held pages; ``None`` while it waits.
         row: its row in the runner's page table while it runs.
         prefill: prompt log-probabilities, if asked for.
+        sparse: its state under HySparse, if that runs.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class Sequence:
         sampling: SamplingState,
         stop: StopCheck,
         detokenizer: Detokenizer,
+        sparse: SparseRow | None = None,
     ) -> None:
         self.request = request
         self.stream = stream
         self.sampling = sampling
         self.stop = stop
         self.detokenizer = detokenizer
+        self.sparse = sparse
         self.namespace = Namespace(request.salt, request.adapter_id)
         self.ids = list(request.prompt_ids)
         self.packed_prompt: PackedIds = pack_ids(self.ids)
@@ -99,4 +103,17 @@ class Sequence:
             queue_time=admitted - self.arrived,
             inference_time=now - admitted,
             num_preemptions=self.num_preemptions,
+            sparse=None if self.sparse is None else _sparse_usage(self.sparse),
         )
+
+
+def _sparse_usage(row: SparseRow) -> SparseUsage:
+    return SparseUsage(
+        sparsity_ratio=row.asked,
+        tiles_read=row.tiles_read,
+        tiles_total=row.tiles_total,
+        mass_kept=row.mass_kept,
+        entropy=row.entropy,
+        shadow_steps=row.shadow_steps,
+        fallback=row.fallback,
+    )

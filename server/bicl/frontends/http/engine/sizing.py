@@ -9,8 +9,10 @@ from bicl.cache.layout import PageLayout
 from bicl.errors import ConfigError
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.loader import LoadedModel
+from bicl.sparse.index import index_bytes
+from bicl.sparse.refusals import ModelFacts, check_model
 
-__all__ = ["free_bytes", "num_pages", "page_bytes", "page_layouts"]
+__all__ = ["free_bytes", "num_pages", "page_bytes", "page_layouts", "sparse_layers"]
 
 DEFAULT_SHARE = {"cpu": 0.4, "cuda": 0.85}
 """Of the memory free after loading. The rest is for activations and logits."""
@@ -34,8 +36,29 @@ def page_layouts(loaded: LoadedModel, config: EngineConfig) -> list[PageLayout]:
 
 
 def page_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
-    """Bytes of one page in all layers together."""
-    return sum(layout.page_bytes for layout in page_layouts(loaded, config))
+    """Bytes of one page in all layers together, with what HySparse keeps beside it."""
+    layouts = page_layouts(loaded, config)
+    one = sum(layout.page_bytes for layout in layouts)
+    if config.hysparse is None:
+        return one
+    variant = config.hysparse.variant
+    layers = sparse_layers(loaded, config)
+    return one + sum(index_bytes(layouts[layer], variant, loaded.dtype) for layer in layers)
+
+
+def sparse_layers(loaded: LoadedModel, config: EngineConfig) -> tuple[int, ...]:
+    """Numbers of the layers in which HySparse works: those of its settings without a window.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.hysparse is None:
+        return ()
+    windows = tuple(
+        None if layer.window_left < 0 else layer.window_left + 1 for layer in loaded.geometry.layers
+    )
+    facts = ModelFacts(len(windows), windows=windows)
+    return check_model(config.hysparse, facts).layers or ()
 
 
 def num_pages(loaded: LoadedModel, config: EngineConfig) -> int:

@@ -1,0 +1,269 @@
+"""HySparse in the engine: which rows of a step are sparse, what that saved, who goes back."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from bicl.frontends.http.engine.config import SparseStats
+from bicl.frontends.http.engine.scheduler import Chunk
+from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
+from bicl.frontends.http.request import GenerationRequest
+from bicl.sparse.config import HySparseConfig
+from bicl.sparse.guard import Guard, GuardBounds, Signals
+from bicl.sparse.row import SparseRow
+from bicl.sparse.selection import SelectionRule, tiles_to_keep
+from bicl.sparse.shadow import ShadowBackend
+
+__all__ = ["SparseControl", "SparseStep"]
+
+AUDITED_PAGES = 256
+"""Pages of a step whose index rows a shadow step computes again, spread over its rows."""
+SMOOTHING = 0.1
+"""Weight of the newest shadow step in the entropy gauges."""
+
+
+@dataclass(frozen=True)
+class SparseStep:
+    """One decode step in which some row leaves tiles out.
+
+    Attributes:
+        sparsity: float32 ``[B]``, for the device.
+        tiles, kept: int ``[B]``, of a KV head in a sparse layer.
+        shadow: some layers also run dense.
+    """
+
+    sparsity: np.ndarray
+    tiles: np.ndarray
+    kept: np.ndarray
+    shadow: bool
+
+    @property
+    def skips(self) -> np.ndarray:
+        return self.kept < self.tiles
+
+
+class SparseControl:
+    """Decides before a step and learns after it. Used by the engine's thread alone.
+
+    Args:
+        config: of the server.
+        bounds: of the live signals.
+        layers: numbers of the sparse layers.
+        depth: layers of the model.
+        page_size: tokens a page.
+        backend: what the model's attention runs on.
+        device: of its pages.
+    """
+
+    def __init__(
+        self,
+        config: HySparseConfig,
+        bounds: GuardBounds,
+        *,
+        layers: tuple[int, ...],
+        depth: int,
+        page_size: int,
+        backend: ShadowBackend,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._bounds = bounds
+        self._layers = layers
+        self._page_size = page_size
+        self._backend = backend
+        self._device = device
+        self._rule = SelectionRule.of(config, page_size)
+        self._groups = _layer_groups(layers, depth)
+        self._random = random.Random(0)
+        self._turn = 0
+        self._totals = _Totals()
+
+    def begin(self, request: GenerationRequest) -> SparseRow:
+        """The state of a new request."""
+        asked = request.params.sparse
+        ratio = self._config.sparsity_ratio
+        if asked.sparsity_ratio is not None:
+            ratio = asked.sparsity_ratio
+        return SparseRow(ratio, Guard(self._bounds))
+
+    def plan(self, chunks: SequenceOf[Chunk]) -> SparseStep | None:
+        """Rows of the step and their sparsity; ``None``: all of them run dense.
+
+        Prompt tokens are always computed dense, so that a prefix is worth the same however it
+        came about.
+        """
+        rows = [(chunk, chunk.sequence.sparse) for chunk in chunks]
+        generated = [
+            row.path for chunk, row in rows if row and chunk.start >= chunk.sequence.num_prompt
+        ]
+        if not all(chunk.count == 1 and chunk.logits is LogitsNeed.LAST for chunk in chunks):
+            self._totals.rows.update("mixed" if path == "sparse" else path for path in generated)
+            return None
+        sparsity = np.array(
+            [
+                row.ratio if row and chunk.start >= chunk.sequence.num_prompt else 0.0
+                for chunk, row in rows
+            ],
+            dtype=np.float32,
+        )
+        lengths = np.array([chunk.start + 1 for chunk in chunks], dtype=np.int32)
+        tiles = -(-lengths // self._page_size)
+        kept = tiles_to_keep(torch.from_numpy(tiles), torch.from_numpy(sparsity), self._rule)
+        step = SparseStep(sparsity, tiles, kept.numpy(), shadow=False)
+        for (chunk, row), skips in zip(rows, step.skips, strict=True):
+            if row and chunk.start >= chunk.sequence.num_prompt:
+                short = row.path == "sparse" and not skips
+                self._totals.rows["short" if short else row.path] += 1
+        if not step.skips.any():
+            return None
+        due = any(
+            row.is_due(self._bounds.shadow_interval)
+            for (_, row), skips in zip(rows, step.skips, strict=True)
+            if row and skips
+        )
+        if not due:
+            return step
+        self._backend.arm({*self._groups.values(), self._layers[self._turn]})
+        return SparseStep(sparsity, tiles, step.kept, shadow=True)
+
+    def finish(self, chunks: SequenceOf[Chunk], step: SparseStep) -> list[Sequence]:
+        """Count what the step did; returns the sequences that go back to the full cache.
+
+        What they computed in this step is not to be used.
+        """
+        signals = self._measure(chunks, step) if step.shadow else {}
+        back = []
+        for index, chunk in enumerate(chunks):
+            row = chunk.sequence.sparse
+            if row is None or not step.skips[index]:
+                continue
+            read = int(step.kept[index]) * len(self._layers)
+            total = int(step.tiles[index]) * len(self._layers)
+            row.count(chunk.start, read, total)
+            self._totals.tiles_read += read
+            self._totals.tiles_skipped += total - read
+            if index in signals and row.learn(signals[index]):
+                self._totals.fallbacks[row.fallback] += 1
+                back.append(chunk.sequence)
+        return back
+
+    def stats(self) -> SparseStats:
+        totals = self._totals
+        return SparseStats(
+            enabled=True,
+            configured_ratio=self._config.sparsity_ratio,
+            actual_ratio=totals.actual,
+            tiles_read=totals.tiles_read,
+            tiles_skipped=totals.tiles_skipped,
+            rows=dict(totals.rows),
+            fallbacks=dict(totals.fallbacks),
+            shadow_steps=totals.shadow_steps,
+            stale_pages=totals.stale_pages,
+            mass_kept_sum=totals.mass_sum,
+            mass_kept_count=totals.mass_count,
+            mass_kept=totals.mass_last,
+            entropy=dict(totals.entropy),
+        )
+
+    # --- a shadow step -----------------------------------------------------------------------
+    def _measure(self, chunks: SequenceOf[Chunk], step: SparseStep) -> dict[int, Signals]:
+        """Signals of the rows that left tiles out, by their place in the step."""
+        probes = self._backend.disarm()
+        turn = self._layers[self._turn]
+        self._turn = (self._turn + 1) % len(self._layers)
+        stale = self._audit(chunks, step, turn)
+        sparse = [probes[layer] for layer in dict.fromkeys((self._groups["sparse"], turn))]
+        mass = torch.stack([_given(probe.mass_kept) for probe in sparse]).mean(dim=0).tolist()
+        read = torch.stack([_given(probe.tiles_read) for probe in sparse]).amax(dim=0).tolist()
+        entropy = {name: probes[layer].entropy.tolist() for name, layer in self._groups.items()}
+        signals = {}
+        for index in np.flatnonzero(step.skips).tolist():
+            tiles = int(step.tiles[index])
+            signals[index] = Signals(
+                expected=1.0 - int(step.kept[index]) / tiles,
+                actual=1.0 - read[index] / tiles,
+                mass_kept=mass[index],
+                entropy=entropy["sparse"][index],
+                stale_pages=stale.get(index, 0),
+            )
+        self._totals.shadow(signals, {n: [v[i] for i in signals] for n, v in entropy.items()})
+        return signals
+
+    def _audit(self, chunks: SequenceOf[Chunk], step: SparseStep, layer: int) -> dict[int, int]:
+        """How many of some full pages of each row have a wrong index in a layer.
+
+        The pages of a row with wrong ones are indexed again in every sparse layer, for those who
+        share them.
+        """
+        places = np.flatnonzero(step.skips).tolist()
+        share = max(1, AUDITED_PAGES // len(places))
+        full = {}
+        for index in places:
+            pages = chunks[index].sequence.pages
+            assert pages is not None
+            full[index] = pages.page_ids[: (chunks[index].start + 1) // self._page_size]
+        sample = [
+            (index, page)
+            for index, pages in full.items()
+            for page in self._random.sample(pages, min(share, len(pages)))
+        ]
+        ids = torch.tensor([page for _, page in sample], device=self._device)
+        wrong = self._backend.reindex(ids, layer).tolist()
+        counts = Counter(index for (index, _), bad in zip(sample, wrong, strict=True) if bad)
+        self._totals.stale_pages += counts.total()
+        if counts:
+            again = sorted({page for index in counts for page in full[index]})
+            for each in self._layers:
+                self._backend.reindex(torch.tensor(again, device=self._device), each)
+        return dict(counts)
+
+
+@dataclass
+class _Totals:
+    """Since start; gauges are of the last shadow step."""
+
+    tiles_read: int = 0
+    tiles_skipped: int = 0
+    rows: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    shadow_steps: int = 0
+    stale_pages: int = 0
+    mass_sum: float = 0.0
+    mass_count: int = 0
+    mass_last: float = math.nan
+    actual: float = math.nan
+    entropy: dict[str, float] = field(default_factory=dict)
+
+    def shadow(self, signals: dict[int, Signals], entropy: dict[str, list[float]]) -> None:
+        kept = [each.mass_kept for each in signals.values()]
+        self.shadow_steps += 1
+        self.mass_sum += sum(kept)
+        self.mass_count += len(kept)
+        self.mass_last = sum(kept) / len(kept)
+        self.actual = sum(each.actual for each in signals.values()) / len(signals)
+        for name, values in entropy.items():
+            new = sum(values) / len(values)
+            old = self.entropy.get(name, new)
+            self.entropy[name] = old + SMOOTHING * (new - old)
+
+
+def _given(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _layer_groups(layers: tuple[int, ...], depth: int) -> dict[str, int]:
+    """One layer that stands for each group: before the sparse ones, they, and after them."""
+    groups = {"sparse": layers[len(layers) // 2]}
+    if layers[0] > 0:
+        groups["first"] = layers[0] // 2
+    if layers[-1] < depth - 1:
+        groups["last"] = (layers[-1] + depth) // 2
+    return groups
