@@ -52,6 +52,8 @@ class CpuBackend:
 
     def _schedule_of(self, meta: AttentionMetadata, *, again: bool = False) -> ops.StepSchedule:
         """The schedule of ``meta``; another thread may plan its own step in between."""
+        if meta.page_table.dim() == 3 and not again:
+            return _schedule(meta)  # one layer's choice of pages; the step's own plan stays
         planned = self._planned
         if again or planned is None or planned[0] is not meta:
             planned = self._planned = (meta, _schedule(meta))

@@ -48,18 +48,22 @@ def _places(layer: LayerCache, slot: int, head: int, plane: int) -> torch.Tensor
 def gather(
     layer: LayerCache, page_table: torch.Tensor, cache_seqlens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of all sequences, float32 ``[sum(cache_seqlens), H, head_dim]``."""
+    """K and V of all sequences, float32 ``[sum(cache_seqlens), H, head_dim]``.
+
+    ``page_table`` may be ``[B, max_pages]`` or, a list a KV head, ``[B, H, max_pages]``.
+    """
     layout = layer.layout
     flat = layer.pages.view(-1)
     rows: list[list[torch.Tensor]] = [[], []]
     for sequence, length in enumerate(cache_seqlens.tolist()):
         for token in range(length):
             page, offset = divmod(token, layout.page_size)
-            slot = int(page_table[sequence, page]) * layout.page_size + offset
+            lists = page_table[sequence].expand(layout.num_kv_heads, -1)
+            slots = [int(own[page]) * layout.page_size + offset for own in lists]
             for plane, scale in enumerate((layer.k_scale, layer.v_scale)):
                 heads = [
                     flat[_places(layer, slot, head, plane)[: layout.head_dim]].float() * scale
-                    for head in range(layout.num_kv_heads)
+                    for head, slot in enumerate(slots)
                 ]
                 rows[plane].append(torch.stack(heads))
     empty = torch.empty(0, layout.num_kv_heads, layout.head_dim)

@@ -63,7 +63,15 @@ def check_metadata(meta: AttentionMetadata, device: torch.device) -> None:
     """Shapes, dtypes and devices of one step's metadata."""
     batch, int32 = meta.cache_seqlens.shape[0] if meta.cache_seqlens.dim() else 0, (torch.int32,)
     check_tensor("cache_seqlens", meta.cache_seqlens, (None,), int32, device)
-    check_tensor("page_table", meta.page_table, (batch, None), int32, device)
+    if meta.page_table.dim() == 3:
+        check_tensor("page_table", meta.page_table, (batch, None, None), int32, device)
+        if meta.max_q > 1:
+            raise InvalidInputError(
+                f"page_table has a list a KV head, which only decode steps may have; max_q is "
+                f"{meta.max_q}, give prefill steps one list a sequence"
+            )
+    else:
+        check_tensor("page_table", meta.page_table, (batch, None), int32, device)
     check_tensor("cu_seqlens_q", meta.cu_seqlens_q, (batch + 1,), int32, device)
     check_tensor("slot_mapping", meta.slot_mapping, (None,), (torch.int64,), device)
     if meta.max_q < 0 or meta.max_k < 0:

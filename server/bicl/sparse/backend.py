@@ -80,7 +80,7 @@ class SparseBackend:
         """See ``AttentionBackend.run``. The LSE is of the keys that were read."""
         index = self._by_pages.get(layer.pages.data_ptr())
         if index is not None and self.selects(meta, window_left):
-            meta = self.select(query, index, meta)
+            meta = self.select(query, index, meta, scale)
         return self.inner.run(
             query,
             layer,
@@ -98,18 +98,19 @@ class SparseBackend:
         return meta.sparsity is not None and meta.max_q == 1 and window_left < 0
 
     def select(
-        self, query: torch.Tensor, index: LayerIndex, meta: AttentionMetadata
+        self, query: torch.Tensor, index: LayerIndex, meta: AttentionMetadata, scale: float
     ) -> AttentionMetadata:
         """The step as one layer sees it: each KV head's pages and how many tokens they hold."""
-        scores = self._ops.score_tiles(
-            query, index.layer, index, meta.page_table, meta.cache_seqlens, self.config.combine
-        )
-        pages, lengths = self._ops.select_tiles(
-            scores,
+        pages, lengths = self._ops.choose_tiles(
+            query,
+            index.layer,
+            index,
             meta.page_table,
             meta.cache_seqlens,
             meta.sparsity,
             self.rules[index.layer.layout.page_size],
+            self.config.combine,
+            scale=scale,
         )
         return replace(meta, page_table=pages, cache_seqlens=lengths, sparsity=None)
 

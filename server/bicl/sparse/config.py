@@ -28,8 +28,9 @@ MODES = ("select", "compact")
 VARIANTS = ("bounds", "gate")
 """What a page's index holds: the minimum and maximum of its keys, or its mean gated key."""
 
-COMBINES = ("max", "sum")
-"""How the query heads of one KV head agree on one choice."""
+COMBINES = ("softmax", "sum", "max")
+"""How the query heads of one KV head agree on one choice: each head's softmax over the pages,
+summed; or the sum or the maximum of the scores as they are."""
 
 TEXT_KINDS = ("auto", "off", "chat", "news", "code", "legal")
 
@@ -70,7 +71,7 @@ class HySparseConfig:
     first: int = 1
     recent: int = 2
     variant: str = "bounds"
-    combine: str = "max"
+    combine: str = "softmax"
     gate_path: str | None = None
     text_kind: str = "auto"
     enable_sg: bool = False

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
+from torch.nn import functional as F
 
 from bicl.attention.pool import LayerCache
+from bicl.cache.layout import PageLayout
+from bicl.ops.cpu.sparse import bound_scores
+from bicl.sparse.sgm import GATE_DIM, BoundGate, Gate, check_gate, make_gate
 
-__all__ = ["GATE_DIM", "LayerIndex", "make_indexes"]
-
-GATE_DIM = 128
-"""Dimensions that the gate projects queries and keys to."""
+__all__ = ["LayerIndex", "index_bytes", "make_indexes"]
 
 
 @dataclass(frozen=True)
@@ -21,48 +23,96 @@ class LayerIndex:
 
     Attributes:
         layer: the pages it describes.
-        vectors: ``[num_pages, H, 2, D]`` for ``bounds`` (minimum, maximum of each dim over the
-            page's keys) or ``[num_pages, H, 1, R]`` for ``gate`` (their mean gated direction).
+        vectors: ``[num_pages, H, 2, D]`` for ``bounds`` (minimum and maximum of each dim over the
+            page's keys), ``[num_pages, H, 1, R]`` for ``gate`` (mean of their gated directions).
             Rows of pages that are not full hold anything.
         kind: ``bounds`` or ``gate``.
-        query_weight, key_weight: ``[R, head_dim]`` projections of the gate; None for ``bounds``.
+        weights: float32 ``[2, D]`` for ``bounds``: of the boxes' centres and half widths.
+        query_weight, key_weight: ``[R, D]``, the gate's projections in the model's dtype.
+        sharpness: what the gate's cosine is multiplied by to be compared in a softmax.
     """
 
     layer: LayerCache
     vectors: torch.Tensor
     kind: str
+    weights: torch.Tensor
     query_weight: torch.Tensor | None = None
     key_weight: torch.Tensor | None = None
+    sharpness: float = 1.0
 
     @property
     def bytes_per_page(self) -> int:
         return self.vectors[0].numel() * self.vectors.element_size()
+
+    def describe(self, keys: torch.Tensor) -> torch.Tensor:
+        """Rows of ``vectors`` for full pages of keys, float32 ``[n, H, page_size, D]``."""
+        if self.kind == "bounds":
+            return torch.stack((keys.amin(dim=2), keys.amax(dim=2)), dim=2)
+        assert self.key_weight is not None
+        gated = (keys.to(self.key_weight.dtype) @ self.key_weight.t()).float()
+        return F.normalize(gated, dim=-1).mean(dim=2, keepdim=True)
+
+    def score(self, query: torch.Tensor, vectors: torch.Tensor, scale: float) -> torch.Tensor:
+        """float32 ``[B, Hq, W]`` of ``query`` ``[B, Hq, D]`` against rows of the index,
+        ``[B, H, W, planes, dims]``."""
+        if self.kind == "bounds":
+            return bound_scores(query, vectors, self.weights, scale)
+        assert self.query_weight is not None
+        gated = (query.to(self.query_weight.dtype) @ self.query_weight.t()).float()
+        direction = F.normalize(gated, dim=-1).view(
+            len(query), vectors.shape[1], -1, gated.shape[2]
+        )
+        cosine = torch.einsum("bhgr,bhwr->bhgw", direction, vectors[:, :, :, 0].float())
+        return cosine.reshape(len(query), query.shape[1], -1) * self.sharpness
+
+
+def index_bytes(layout: PageLayout, kind: str, dtype: torch.dtype) -> int:
+    """Bytes of one page's index in one layer."""
+    return layout.num_kv_heads * prod(_shape(layout, kind)) * dtype.itemsize
 
 
 def make_indexes(
     layers: Mapping[int, LayerCache],
     kind: str,
     dtype: torch.dtype,
-    *,
-    weights: Mapping[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
+    gate: Gate | None = None,
 ) -> dict[int, LayerIndex]:
-    """Empty indexes.
+    """Empty indexes, one a layer.
 
     Args:
         layers: the sparse layers' pages, by layer number.
         kind: ``bounds`` or ``gate``.
         dtype: the model's; fp8 pages are indexed in it too.
-        weights: for ``gate``: query and key projection of each layer, ``[R, head_dim]``.
+        gate: a fitted one; None takes the analytic start.
 
-    Returns:
-        One index a layer, with zeros.
+    Raises:
+        ConfigError: the gate was made for other layers, another head_dim or another kind.
     """
-    indexes = {}
-    for number, layer in layers.items():
-        layout = layer.layout
-        query_weight, key_weight = (weights or {}).get(number, (None, None))
-        planes, dims = (2, layout.head_dim) if kind == "bounds" else (1, GATE_DIM)
-        shape = (layer.num_pages, layout.num_kv_heads, planes, dims)
-        vectors = torch.zeros(shape, dtype=dtype, device=layer.device)
-        indexes[number] = LayerIndex(layer, vectors, kind, query_weight, key_weight)
-    return indexes
+    if not layers:
+        return {}
+    head_dim = next(iter(layers.values())).layout.head_dim
+    gate = make_gate(kind, tuple(layers), head_dim) if gate is None else gate
+    check_gate(gate, kind, tuple(layers), head_dim)
+    return {number: _make_index(number, layer, dtype, gate) for number, layer in layers.items()}
+
+
+def _make_index(number: int, layer: LayerCache, dtype: torch.dtype, gate: Gate) -> LayerIndex:
+    layout, device = layer.layout, layer.device
+    shape = (layer.num_pages, layout.num_kv_heads, *_shape(layout, gate.kind))
+    vectors = torch.zeros(shape, dtype=dtype, device=device)
+    if isinstance(gate, BoundGate):
+        weights = gate.weights_of(number).detach().to(device).contiguous()
+        return LayerIndex(layer, vectors, gate.kind, weights)
+    return LayerIndex(
+        layer,
+        vectors,
+        gate.kind,
+        torch.empty(0, device=device),
+        gate.matrix("query").detach().to(device, dtype),
+        gate.matrix("key").detach().to(device, dtype),
+        float(gate.sharpness.detach()),
+    )
+
+
+def _shape(layout: PageLayout, kind: str) -> tuple[int, int]:
+    return (2, layout.head_dim) if kind == "bounds" else (1, GATE_DIM)

@@ -44,6 +44,10 @@ class SelectionRule:
             floor=math.ceil(config.floor_tokens / page_size),
         )
 
+    def tiles_to_keep(self, num_tiles: torch.Tensor, sparsity: torch.Tensor) -> torch.Tensor:
+        """See :func:`tiles_to_keep`."""
+        return tiles_to_keep(num_tiles, sparsity, self)
+
     @property
     def always(self) -> int:
         """Fewest tiles that a sparse row keeps."""

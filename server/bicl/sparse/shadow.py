@@ -153,7 +153,7 @@ class ShadowBackend:
         index = self.sparse.indexes.get(number)
         if index is None or not self.sparse.selects(meta, window_left):
             return LayerProbe(entropy)
-        chosen = self.sparse.select(query, index, meta)
+        chosen = self.sparse.select(query, index, meta, scale)
         kept = torch.exp(lse(chosen, 1.0) - whole).mean(dim=0)
         size = layer.layout.page_size
         return LayerProbe(entropy, kept, (chosen.cache_seqlens + size - 1) // size)

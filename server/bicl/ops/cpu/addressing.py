@@ -58,7 +58,7 @@ def plane_index(layout: PageLayout, page_ids: np.ndarray) -> torch.Tensor:
     """Flat index that loads pages head by head.
 
     Args:
-        page_ids: integers ``[chunks, pages]``.
+        page_ids: integers ``[chunks, pages]``, or ``[chunks, H, pages]``: a list a KV head.
 
     Returns:
         int64 ``[chunks * H * 2 * pages * units]``; the rows it selects from ``as_units`` form
@@ -67,7 +67,9 @@ def plane_index(layout: PageLayout, page_ids: np.ndarray) -> torch.Tensor:
     planes = _planes_of_page(layout)
     unit = plane_unit(layout)
     units = layout.page_size * layout.padded_head_dim // unit
-    first = page_ids.astype(np.int64)[:, None, None, :] * planes.size + planes[:, :, None]
+    if page_ids.ndim == 2:
+        page_ids = page_ids[:, None]
+    first = page_ids.astype(np.int64)[:, :, None, :] * planes.size + planes[:, :, None]
     if units > 1:
         first = first[..., None] * units + _unit_offsets(layout, unit)
     return torch.from_numpy(first.reshape(-1))

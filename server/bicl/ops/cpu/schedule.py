@@ -52,7 +52,7 @@ class StepSchedule:
     """Host view of one step.
 
     Args:
-        page_table: int32 ``[B, max_pages]``.
+        page_table: int32 ``[B, max_pages]``, or ``[B, H, max_pages]`` where all queries decode.
         cache_seqlens, cu_seqlens_q: as in the metadata, as host lists.
         slots: int64 ``[T]``, where the new tokens go.
     """
@@ -104,7 +104,7 @@ class StepSchedule:
         """
         if (page_size, num_pages) in self._checked:
             return
-        width = self.page_table.shape[1]
+        width = self.page_table.shape[-1]
         lengths = np.array(self.cache_seqlens, dtype=np.int64)
         long = (lengths > width * page_size).nonzero()[0]
         if long.size:
@@ -114,13 +114,15 @@ class StepSchedule:
                 f"{page_size} tokens ({width * page_size}); give it {-(-keys // page_size)} columns"
             )
         used = np.arange(width) * page_size < lengths[:, None]
+        if self.page_table.ndim == 3:
+            used = used[:, None]
         wrong = used & ((self.page_table < 0) | (self.page_table >= num_pages))
         if wrong.any():
-            row, column = (int(place[0]) for place in wrong.nonzero())
+            place = tuple(int(where[0]) for where in wrong.nonzero())
             raise InvalidInputError(
-                f"page_table[{row}, {column}] is {self.page_table[row, column]}, but the pool "
-                f"has pages 0..{num_pages - 1}; sequence {row} has {self.cache_seqlens[row]} "
-                "tokens, so this entry is in use"
+                f"page_table[{', '.join(map(str, place))}] is {self.page_table[place]}, but the "
+                f"pool has pages 0..{num_pages - 1}; sequence {place[0]} has "
+                f"{self.cache_seqlens[place[0]]} tokens, so this entry is in use"
             )
         self._checked.add((page_size, num_pages))
 
@@ -175,7 +177,7 @@ class StepSchedule:
         # Columns past a row's last page repeat that page; the mask drops what they hold.
         column = np.minimum(column, (first + pages - 1)[row, None])
         sequence = np.array([s.number for s in self.decode])[row]
-        index = plane_index(layout, self.page_table[sequence[:, None], column])
+        index = plane_index(layout, self._pages_at(layout, sequence, column))
         start = (first[row] + nth * per_chunk) * size
         begin = np.maximum(low[row] - start, 0)
         end = np.minimum(high[row] - start, per_chunk * size)
@@ -192,6 +194,18 @@ class StepSchedule:
         mask = torch.from_numpy(valid)[:, None, None, :]
         unused = torch.from_numpy(unused.reshape(-1))
         return DecodeChunks(index, count, row_of_chunk, None, mask, unused)
+
+    def _pages_at(self, layout: PageLayout, sequence: np.ndarray, column: np.ndarray) -> np.ndarray:
+        """Ids at ``column`` ``[chunks, pages]`` of the chunks' sequences, for all or each head."""
+        if self.page_table.ndim == 2:
+            return np.asarray(self.page_table[sequence[:, None], column])
+        if self.page_table.shape[1] != layout.num_kv_heads:
+            raise InvalidInputError(
+                f"page_table has lists for {self.page_table.shape[1]} heads, the layer has "
+                f"{layout.num_kv_heads} KV heads; give one list for each, or one for all"
+            )
+        head = np.arange(layout.num_kv_heads)[:, None]
+        return np.asarray(self.page_table[sequence[:, None, None], head, column[:, None]])
 
 
 def _chunk_pages(pages: np.ndarray) -> int:

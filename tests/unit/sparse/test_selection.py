@@ -1,0 +1,157 @@
+"""Which tiles are kept: the rule, and the operator against plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bicl.ops.cpu.sparse import bound_scores, select_tiles
+from bicl.sparse.config import COMBINES, HySparseConfig
+from bicl.sparse.selection import SelectionRule, tiles_to_keep
+
+
+def keep(num_tiles: list[int], sparsity: float, rule: SelectionRule) -> list[int]:
+    tiles = torch.tensor(num_tiles, dtype=torch.int32)
+    return tiles_to_keep(tiles, torch.full(tiles.shape, sparsity), rule).tolist()
+
+
+def rule(**changes: int) -> SelectionRule:
+    values = {"page_size": 64, "max_k": 512, "first": 1, "recent": 2, "floor": 0} | changes
+    return SelectionRule(**values)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "kept"), [(0.5, 50), (0.65, 35), (0.7, 30), (0.3, 70), (0.9, 10), (0.0, 100)]
+)
+def test_a_ratio_counts_windows_of_the_whole_sequence_first_and_recent_included(
+    ratio: float, kept: int
+) -> None:
+    """(A59)"""
+    assert keep([100], ratio, rule()) == [kept]
+
+
+def test_kept_tiles_never_fall_as_a_sequence_grows_and_never_pass_max_k() -> None:
+    for ratio in (0.1, 0.3, 0.65, 0.9):
+        counts = keep(list(range(3000)), ratio, SelectionRule.of(HySparseConfig(), 64))
+        assert counts == sorted(counts)
+        assert max(counts) == (300 if ratio == 0.9 else 512)
+        assert counts[:17] == list(range(17))  # dense up to the floor of 1,024 tokens
+
+
+def test_a_dense_row_ignores_max_k() -> None:
+    assert keep([3000], 0.0, rule()) == [3000]
+
+
+def test_windows_of_64_tokens_are_two_pages_of_32() -> None:
+    small = SelectionRule.of(HySparseConfig(), 32)
+    assert (small.max_k, small.first, small.recent, small.floor) == (1024, 2, 4, 32)
+
+
+def slow_selection(
+    scores: torch.Tensor, tiles: int, kept: int, rule: SelectionRule, heads: int, combine: str
+) -> list[list[int]]:
+    """Positions that each KV head of one row keeps, by the definition."""
+    candidates = range(rule.first, tiles - rule.recent)
+    always = [p for p in range(tiles) if p not in candidates]
+    if kept == tiles:
+        return [list(range(tiles))] * heads
+    chosen = []
+    for own in scores.double().view(heads, -1, scores.shape[-1]):
+        total = {}
+        for p in candidates:
+            values = own[:, p]
+            if combine == "softmax":
+                values = (own[:, p] - own[:, list(candidates)].logsumexp(-1)).exp()
+            total[p] = float(values.max() if combine == "max" else values.sum())
+        best = sorted(candidates, key=lambda p: (-total[p], p))[: kept - len(always)]
+        chosen.append(sorted(always + best))
+    return chosen
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 1500), min_size=1, max_size=4),
+    sparsity=st.sampled_from([0.0, 0.3, 0.65, 0.9]),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    limits=st.sampled_from([(512, 1, 2, 0), (5, 1, 1, 0), (40, 2, 3, 8), (16, 1, 2, 16)]),
+    combine=st.sampled_from(COMBINES),
+    seed=st.integers(0, 9),
+)
+def test_selection_follows_its_definition(
+    lengths: list[int],
+    sparsity: float,
+    heads: int,
+    group: int,
+    limits: tuple[int, ...],
+    combine: str,
+    seed: int,
+) -> None:
+    own = SelectionRule(64, *limits)
+    generator = torch.Generator().manual_seed(seed)
+    width = max(-(-n // 64) for n in lengths) + 2
+    scores = torch.randn(len(lengths), heads * group, width, generator=generator) * 3
+    table = torch.randperm(len(lengths) * width, generator=generator)
+    table = table.view(len(lengths), width).to(torch.int32)
+    seqlens = torch.tensor(lengths, dtype=torch.int32)
+    ratios = torch.full((len(lengths),), sparsity)
+    positions = torch.empty(len(lengths), heads, width, dtype=torch.int32)
+    pages, selected = select_tiles(scores, table, seqlens, ratios, own, heads, combine, positions)
+    assert pages.dtype == selected.dtype == torch.int32
+    for row, length in enumerate(lengths):
+        tiles = -(-length // 64)
+        kept = keep([tiles], sparsity, own)[0]
+        assert selected[row] == length - (tiles - kept) * 64
+        expected = slow_selection(scores[row], tiles, kept, own, heads, combine)
+        assert positions[row, :, :kept].tolist() == expected
+        assert pages[row, :, :kept].tolist() == [table[row, p].tolist() for p in expected]
+
+
+def test_of_equal_scores_the_earlier_page_wins() -> None:
+    positions = torch.empty(1, 1, 20, dtype=torch.int32)
+    select_tiles(
+        torch.zeros(1, 2, 20),
+        torch.arange(20, dtype=torch.int32)[None],
+        torch.tensor([20 * 64], dtype=torch.int32),
+        torch.tensor([0.5]),
+        rule(),
+        1,
+        "softmax",
+        positions,
+    )
+    assert positions[0, 0, :10].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 18, 19]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_no_score_takes_the_place_of_the_first_and_recent_windows(bad: float) -> None:
+    """A damaged index may say anything. (A55)"""
+    positions = torch.empty(1, 2, 40, dtype=torch.int32)
+    for combine in COMBINES:
+        select_tiles(
+            torch.full((1, 4, 40), bad),
+            torch.arange(40, dtype=torch.int32)[None],
+            torch.tensor([40 * 64 - 5], dtype=torch.int32),
+            torch.tensor([0.9]),
+            rule(),
+            2,
+            combine,
+            positions,
+        )
+        kept = positions[0, :, :4].tolist()
+        assert all(own[0] == 0 and own[-2:] == [38, 39] for own in kept)
+
+
+def test_unit_weights_give_the_upper_bound_of_quest() -> None:
+    query = torch.randn(2, 4, 16)
+    keys = torch.randn(2, 2, 5, 64, 16)  # [B, H, W, tokens, D]
+    boxes = torch.stack((keys.amin(3), keys.amax(3)), dim=3)
+    scores = bound_scores(query, boxes, torch.ones(2, 16), 0.25).view(2, 2, 2, 5)
+    grouped = query.view(2, 2, 2, 1, 16)
+    low, high = (grouped * boxes[:, :, None, :, side] for side in (0, 1))
+    torch.testing.assert_close(scores, torch.maximum(low, high).sum(-1) * 0.25)
+    real = torch.einsum("bhgd,bhwtd->bhgwt", query.view(2, 2, 2, 16), keys).amax(-1) * 0.25
+    assert (scores >= real - 1e-4).all()

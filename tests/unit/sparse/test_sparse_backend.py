@@ -1,0 +1,206 @@
+"""SparseBackend on the CPU: it reads what was selected, and is dense where it should be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.cases import FP8_DTYPES, PAGES_AND_TILES, Step, build_step
+from support.compare import LSE_TOLERANCE
+
+from bicl.attention import reference
+from bicl.attention.cpu import CpuBackend
+from bicl.attention.metadata import AttentionMetadata
+from bicl.attention.pool import LayerCache
+from bicl.cache.layout import PageLayout
+from bicl.errors import BackendError, InvalidInputError
+from bicl.sparse.backend import SparseBackend
+from bicl.sparse.config import HySparseConfig
+from bicl.sparse.index import index_bytes, make_indexes
+from bicl.sparse.sgm import make_gate
+
+SCALE = 0.125
+
+
+def sparse_backend(layer: LayerCache, kind: str = "bounds", **config: Any) -> SparseBackend:
+    indexes = make_indexes({0: layer}, kind, torch.float32)
+    settings = {"variant": kind, "floor_tokens": 0} | config
+    return SparseBackend(CpuBackend(), HySparseConfig(**settings), indexes)
+
+
+def filled(step: Step, backend: SparseBackend) -> None:
+    """Store all tokens in two calls that cut a page in two."""
+    for part in (slice(0, 100), slice(100, None)):
+        backend.store(step.layer, step.key[part], step.value[part], step.slots[part])
+
+
+def decode_step(lengths: tuple[int, ...], layout: PageLayout | None = None, **options: Any) -> Step:
+    layout = layout or PageLayout(2, 64, torch.float32, swizzle=False)
+    return build_step([(1, n) for n in lengths], layout, filled=False, **options)
+
+
+def with_sparsity(step: Step, *ratios: float) -> AttentionMetadata:
+    return replace(step.meta, sparsity=torch.tensor(ratios))
+
+
+@pytest.mark.parametrize("kind", ["bounds", "gate"])
+@pytest.mark.parametrize(("page_size", "tile"), PAGES_AND_TILES)
+def test_sparse_decode_is_attention_over_the_selected_pages(
+    kind: str, page_size: int, tile: int
+) -> None:
+    """Positions are untouched, the last page is partial. (A56)"""
+    layout = PageLayout(2, 64, torch.float32, page_size=page_size, tile=tile)
+    step = decode_step((1000, 333, 5, 0), layout, group=3)
+    backend = sparse_backend(step.layer, kind)
+    filled(step, backend)
+    meta = with_sparsity(step, 0.65, 0.5, 0.5, 0.5)
+    out, lse = backend.run(step.query, step.layer, meta, scale=SCALE, return_lse=True)
+    chosen = backend.select(step.query, backend.indexes[0], meta, SCALE)
+    per_window = 64 // page_size
+    assert chosen.page_table.dim() == 3
+    tiles = -(-1000 // page_size)
+    kept = max(3 * per_window, tiles - math.floor(tiles * 0.65 + 1 / 64))
+    assert chosen.cache_seqlens.tolist()[0] == 1000 - (tiles - kept) * page_size
+    truth, truth_lse = reference.run(step.query, step.layer, chosen, scale=SCALE)
+    torch.testing.assert_close(out, truth, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse, truth_lse, atol=LSE_TOLERANCE, rtol=0)
+    dense, dense_lse = reference.run(step.query, step.layer, step.meta, scale=SCALE)
+    assert (lse[:, :2] < dense_lse[:, :2]).all()
+    assert not torch.allclose(out[0], dense[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("length", [1, 20, 63, 64, 65, 1023, 1024])
+def test_sequences_up_to_the_floor_are_dense_bit_for_bit(length: int) -> None:
+    """(A57)"""
+    step = decode_step((length, 700), group=2)
+    backend = sparse_backend(step.layer, floor_tokens=1024)
+    filled(step, backend)
+    sparse = backend.run(step.query, step.layer, with_sparsity(step, 0.65, 0.9), scale=SCALE)
+    dense = CpuBackend().run(step.query, step.layer, step.meta, scale=SCALE)
+    assert torch.equal(sparse, dense)
+
+
+def test_a_row_of_sparsity_zero_is_dense_beside_sparse_rows() -> None:
+    step = decode_step((1500, 1500), group=2)
+    backend = sparse_backend(step.layer)
+    filled(step, backend)
+    out = backend.run(step.query, step.layer, with_sparsity(step, 0.9, 0.0), scale=SCALE)
+    dense = CpuBackend().run(step.query, step.layer, step.meta, scale=SCALE)
+    torch.testing.assert_close(out[1], dense[1], atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(out[0], dense[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("step_kind", ["no sparsity", "several queries", "window", "other layer"])
+def test_other_steps_pass_through_unchanged(step_kind: str) -> None:
+    layout = PageLayout(2, 64, torch.float32, swizzle=False)
+    queries = 3 if step_kind == "several queries" else 1
+    step = build_step([(queries, 900)], layout, filled=False)
+    backend = sparse_backend(step.layer)
+    filled(step, backend)
+    meta = step.meta if step_kind == "no sparsity" else with_sparsity(step, 0.9)
+    window = 100 if step_kind == "window" else -1
+    layer = step.layer
+    if step_kind == "other layer":
+        layer = LayerCache(step.layer.pages.clone(), layout)
+    out = backend.run(step.query, layer, meta, scale=SCALE, window_left=window)
+    dense = CpuBackend().run(step.query, layer, step.meta, scale=SCALE, window_left=window)
+    assert torch.equal(out, dense)
+
+
+def test_the_best_page_is_found_and_the_first_and_recent_ones_stay() -> None:
+    """A key that the query loves lies in page 7 of head 1 only. (A55)"""
+    step = decode_step((64 * 20 + 9,))
+    backend = sparse_backend(step.layer, sparsity_ratio=0.8)
+    step.key[64 * 7 + 11, 1] = 20 * step.query[0, 1]
+    filled(step, backend)
+    meta = with_sparsity(step, 0.8)
+    chosen = backend.select(step.query, backend.indexes[0], meta, SCALE)
+    table = step.meta.page_table[0]
+    for head in range(2):
+        pages = chosen.page_table[0, head, :5].tolist()
+        assert pages[0] == table[0]
+        assert pages[-2:] == table[19:21].tolist()
+    assert table[7] in chosen.page_table[0, 1, :5].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *FP8_DTYPES], ids=str)
+def test_the_index_describes_the_keys_as_stored(dtype: torch.dtype) -> None:
+    layout = PageLayout(3, 80, dtype, swizzle=True)
+    step = decode_step((64 * 3 + 1,), layout, k_scale=0.5 if dtype.itemsize == 1 else 1.0)
+    backend = sparse_backend(step.layer)
+    filled(step, backend)
+    keys, _ = reference.gather(step.layer, step.meta.page_table, step.meta.cache_seqlens)
+    pages = step.meta.page_table[0, :3].long()
+    own = keys[: 64 * 3].view(3, 64, 3, 80)
+    vectors = backend.indexes[0].vectors[pages]
+    assert torch.equal(vectors[:, :, 0], own.amin(1))
+    assert torch.equal(vectors[:, :, 1], own.amax(1))
+    others = torch.ones(step.layer.num_pages, dtype=torch.bool)
+    others[pages] = False
+    assert not backend.indexes[0].vectors[others].any(), "an unfinished page was indexed"
+
+
+def test_a_page_written_again_is_indexed_again() -> None:
+    step = decode_step((128,))
+    backend = sparse_backend(step.layer)
+    filled(step, backend)
+    before = backend.indexes[0].vectors.clone()
+    backend.store(step.layer, step.key[:64] * 2, step.value[:64], step.slots[:64])
+    page = int(step.meta.page_table[0, 0])
+    assert torch.equal(backend.indexes[0].vectors[page], before[page] * 2)
+
+
+def test_copied_pages_take_their_index_along() -> None:
+    step = decode_step((128,))
+    backend = sparse_backend(step.layer)
+    filled(step, backend)
+    source = step.meta.page_table[0, :2].long()
+    target = torch.tensor([p for p in range(5) if p not in source.tolist()][:2])
+    backend.copy_pages([step.layer], source, target)
+    vectors = backend.indexes[0].vectors
+    assert torch.equal(vectors[target], vectors[source])
+
+
+def test_gate_indexes_are_directions_of_the_gated_keys() -> None:
+    step = decode_step((64,))
+    backend = sparse_backend(step.layer, "gate")
+    filled(step, backend)
+    vectors = backend.indexes[0].vectors[int(step.meta.page_table[0, 0])]
+    assert vectors.shape == (2, 1, 128)
+    gate = make_gate("gate", (0,), 64)
+    expected = gate.project(step.key, "key").mean(0)[:, None]
+    torch.testing.assert_close(vectors, expected.detach())
+
+
+@pytest.mark.parametrize("kind", ["bounds", "gate"])
+def test_index_bytes_are_those_of_the_index(kind: str) -> None:
+    layout = PageLayout(2, 80, torch.bfloat16)
+    step = decode_step((64,), layout)
+    index = make_indexes({4: step.layer}, kind, torch.bfloat16)[4]
+    assert index.bytes_per_page == index_bytes(layout, kind, torch.bfloat16)
+
+
+def test_a_backend_without_operators_is_refused() -> None:
+    class Other(CpuBackend):
+        name = "tpu"
+
+    with pytest.raises(BackendError, match="no operators for backend 'tpu'"):
+        SparseBackend(Other(), HySparseConfig(), {})
+
+
+def test_lists_for_the_wrong_number_of_heads_are_refused() -> None:
+    step = decode_step((128,))
+    meta = replace(step.meta, page_table=step.meta.page_table[:, None].expand(-1, 3, -1))
+    with pytest.raises(InvalidInputError, match="lists for 3 heads"):
+        CpuBackend().run(step.query, step.layer, meta, scale=SCALE)
+
+
+def test_lists_a_head_are_refused_in_prefill() -> None:
+    layout = PageLayout(2, 64, torch.float32, swizzle=False)
+    step = build_step([(3, 128)], layout)
+    meta = replace(step.meta, page_table=step.meta.page_table[:, None].expand(-1, 2, -1))
+    with pytest.raises(InvalidInputError, match="decode steps"):
+        CpuBackend().run(step.query, step.layer, meta, scale=SCALE)
