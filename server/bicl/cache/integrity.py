@@ -72,14 +72,18 @@ def _check_queue(index: RadixIndex, nodes: list[Node]) -> None:
 
 
 def check_counts(
-    allocator: PageAllocator, index: RadixIndex, sequences: Iterable[SequencePages]
+    allocator: PageAllocator,
+    index: RadixIndex,
+    sequences: Iterable[SequencePages],
+    abandoned: Iterable[int] = (),
 ) -> None:
-    """Every page's reference count is what the index and the live sequences account for.
+    """Every page is held as often as the index, live sequences and given-up copies account
+    for.
 
     Raises:
         IntegrityError: naming the first pages that differ.
     """
-    expected: Counter[int] = Counter()
+    expected: Counter[int] = Counter(abandoned)
     for root in index.roots.values():
         for node in root.subtree():
             expected.update(node.pages)

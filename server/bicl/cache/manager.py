@@ -5,6 +5,8 @@ A sequence's life::
     seq = manager.acquire(prompt_ids, namespace)     # match, lock, allocate; None: no room now
     ... issue seq.pending_copies on the device ...
     manager.copies_issued(seq)
+    ... run the first step, whose layers join seq.fetch if there is one ...
+    manager.fetched(seq)
     manager.extend(seq, num_tokens)                  # room for the next chunk or token
     ... run the step ...
     manager.commit(seq, ids_of_this_step)            # its full pages can be shared from now on
@@ -22,12 +24,25 @@ import time
 from collections.abc import Callable
 
 from bicl.cache.allocator import PageAllocator
+from bicl.cache.arrivals import Arrivals
 from bicl.cache.integrity import check_counts, check_index
-from bicl.cache.keys import ID_BYTES, HashFunction, Namespace, TokenIds, pack_ids, root_key, sha256
+from bicl.cache.keys import (
+    ID_BYTES,
+    HashFunction,
+    Namespace,
+    PackedIds,
+    PageChain,
+    TokenIds,
+    pack_ids,
+    root_key,
+    sha256,
+)
 from bicl.cache.pins import PinTable
-from bicl.cache.radix import Match, RadixIndex
+from bicl.cache.radix import Match, Node, RadixIndex
 from bicl.cache.sequence import PageCopy, SequencePages
 from bicl.cache.stats import CacheGauges, CacheStats, FlushReport
+from bicl.cache.tags import PageTags
+from bicl.cache.tiers import PageTiers, Promotion, Reservation
 from bicl.errors import CapacityError, ConfigError, InvalidInputError
 
 __all__ = ["BASE", "CacheManager", "FlushReport"]
@@ -48,6 +63,8 @@ class CacheManager:
         min_copy_tokens: least gain for which part of a page is copied. A copy moves a whole page
             in every layer; a few more tokens in a prefill that runs anyway are cheaper.
         max_pinned_pages: pages that pins may protect together; default half the usable ones.
+        tiers: where full pages are saved to and come back from. The manager calls it on the
+            thread, and with the stream, on which the pages are computed.
         clock: seconds that only grow, for expiry and ages.
         hash_function: names pages. Lookups compare token ids and do not depend on it.
 
@@ -65,6 +82,7 @@ class CacheManager:
         model_revision: str = "",
         min_copy_tokens: int = 16,
         max_pinned_pages: int | None = None,
+        tiers: PageTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
         hash_function: HashFunction = sha256,
     ) -> None:
@@ -84,6 +102,9 @@ class CacheManager:
         if max_pinned_pages is None:
             max_pinned_pages = self.usable_pages // 2
         self._pins = PinTable(self._index, max_pinned_pages, clock)
+        self.tags = PageTags()
+        self._unsound: set[int] = set()  # indexed pages found without their tag
+        self._arrivals = None if tiers is None else Arrivals(tiers, self._allocator)
         self._live: set[SequencePages] = set()
 
     # --- sizes -------------------------------------------------------------------------------
@@ -100,8 +121,13 @@ class CacheManager:
     @property
     def available_pages(self) -> int:
         """Pages that could be handed out now: free ones and those that may be evicted."""
-        self._pins.expire()
+        self._settle()
         return self._allocator.num_free + self._index.num_evictable_pages
+
+    @property
+    def waits_for_copies(self) -> bool:
+        """Pages will come free when copies that were given up have ended."""
+        return self._arrivals is not None and bool(self._arrivals.abandoned_pages)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that ``num_tokens`` tokens occupy."""
@@ -109,27 +135,37 @@ class CacheManager:
 
     def gauges(self) -> CacheGauges:
         """Where every page is now."""
-        self._pins.expire()
+        self._settle()
         references = self._allocator.references
         pinned = sum(references(page) == 1 for page in self._pins.pages())
         free, cached = self._allocator.num_free, self._index.num_evictable_pages
+        abandoned = len(self._arrivals.abandoned_pages) if self._arrivals else 0
         return CacheGauges(
             free_pages=free,
             cached_pages=cached,
             pinned_pages=pinned,
-            in_use_pages=self.usable_pages - free - cached - pinned,
+            in_use_pages=self.usable_pages - free - cached - pinned - abandoned,
+            loading_pages=abandoned,
             reserved_pages=self._allocator.reserved_pages,
         )
 
     # --- a sequence's life -------------------------------------------------------------------
     def cached_tokens(self, token_ids: TokenIds, namespace: Namespace = BASE) -> int:
-        """Tokens that :meth:`acquire` would find cached now. Changes and counts nothing."""
-        ids = pack_ids(token_ids)
-        match = self._match(ids, namespace, reuse=True)
+        """Tokens that :meth:`acquire` would find in the pool now. Changes and counts nothing."""
+        match = self._match(pack_ids(token_ids), namespace, reuse=True)
         if match is None:
             return 0
         copied = match.partial.num_tokens if match.partial else 0
         return len(match.pages) * self.page_size + copied
+
+    def promote(self, token_ids: TokenIds, namespace: Namespace = BASE) -> Promotion | None:
+        """Begin to bring what is cached on disk alone into host memory, for an :meth:`acquire` to
+        come. None if there is nothing, or computing is faster. Close it after that acquire."""
+        if self._arrivals is None or not self.prefix_cache:
+            return None
+        ids = pack_ids(token_ids)
+        chain, first, last = self._beyond(ids, namespace, self._match(ids, namespace, reuse=True))
+        return self._arrivals.promote(chain, first, last)
 
     def acquire(
         self,
@@ -139,10 +175,13 @@ class CacheManager:
         num_tokens: int | None = None,
         reuse: bool = True,
         resumed: bool = False,
+        only_arriving: bool = False,
     ) -> SequencePages | None:
         """Begin a sequence: lock its longest cached prefix and allocate pages for the rest.
 
-        At least the last token is left to compute. Nothing changes if there is no room.
+        What the tiers hold beyond the pool's pages is on its way from then on, see
+        ``SequencePages.fetch``. At least the last token is left to compute. Nothing changes if
+        there is no room.
 
         Args:
             token_ids: the prompt (of a resumed sequence: all its tokens so far); at least one.
@@ -151,10 +190,11 @@ class CacheManager:
                 brings the rest); default all. The cached prefix is always included.
             reuse: False computes everything anew. The result can still be reused by others.
             resumed: this sequence was preempted; finding its own pages is no hit worth counting.
+            only_arriving: None if nothing would come from the tiers.
 
         Returns:
             None if there is no room now, even after evicting all that may be evicted. With no
-            other live sequence only pins can be in the way.
+            other live sequence only pins and ``waits_for_copies`` can be in the way.
 
         Raises:
             CapacityError: ``token_ids`` can never fit.
@@ -166,10 +206,16 @@ class CacheManager:
             raise InvalidInputError("a sequence needs at least one token")
         self._refuse_oversize(length)
         room = length if num_tokens is None else min(max(num_tokens, 1), length)
-        seq = self._lock_and_allocate(self._match(ids, namespace, reuse), namespace, room)
+        match = self._match(ids, namespace, reuse)
+        coming = self._reserve(ids, namespace, match) if reuse else None
+        if only_arriving and coming is None:
+            return None
+        seq = self._lock_and_allocate(match, namespace, room, coming)
         if seq is None:
             self.stats.refusals += 1
             return None
+        if match and self._arrivals:
+            self._arrivals.tiers.touch(match.keys)
         matched_bytes = seq._num_indexed_pages * self.page_size * ID_BYTES
         seq._tail += ids[matched_bytes : seq.num_cached_tokens * ID_BYTES]
         self._live.add(seq)
@@ -177,7 +223,24 @@ class CacheManager:
             self.stats.queried_tokens += length
             self.stats.hit_tokens += seq.num_cached_tokens
             self.stats.copied_tokens += sum(copy.num_tokens for copy in seq.pending_copies)
+            self.stats.host_hit_tokens += seq.num_host_tokens
+            self.stats.disk_hit_tokens += seq.num_disk_tokens
         return seq
+
+    def fetched(self, seq: SequencePages) -> None:
+        """A step that joined ``seq.fetch`` in every layer is issued: its pages can be shared.
+
+        Raises:
+            InvalidInputError: ``seq`` is not live here, or its fetch failed.
+        """
+        self._check_live(seq)
+        if seq.fetch is None:
+            return
+        if seq.fetch.failed:
+            raise InvalidInputError("the fetch failed; release the sequence and compute its tokens")
+        seq.fetch = None
+        if seq._node is not None and len(seq._tail) >= self._index.page_bytes:
+            self._index_full_pages(seq)
 
     def copies_issued(self, seq: SequencePages) -> None:
         """The device copies of ``seq.pending_copies`` are in the stream; let go of the sources."""
@@ -212,8 +275,8 @@ class CacheManager:
         never changes under a running step, and the copy goes when the sequence ends.
 
         Raises:
-            InvalidInputError: more tokens than there is room for, copies not issued yet, or
-                ``seq`` is not live here. Nothing was changed.
+            InvalidInputError: more tokens than there is room for, copies not issued or a fetch not
+                joined yet, or ``seq`` is not live here. Nothing was changed.
         """
         self._check_live(seq)
         ids = pack_ids(token_ids)
@@ -225,6 +288,8 @@ class CacheManager:
             )
         if seq.pending_copies:
             raise InvalidInputError("page copies are pending; call copies_issued before commit")
+        if seq.fetch is not None:
+            raise InvalidInputError("pages are on their way; call fetched before commit")
         seq.num_committed_tokens = total
         if seq._node is None:
             return
@@ -245,14 +310,24 @@ class CacheManager:
             InvalidInputError: ``seq`` is not live here (released before, or another manager's).
         """
         self._check_live(seq)
+        fetch = seq.fetch
+        if fetch is not None and fetch.settled and not fetch.failed:
+            self.fetched(seq)
         self._live.remove(seq)
-        if keep and not seq.pending_copies:
+        if keep and not seq.pending_copies and seq.fetch is None:
             self._index_last_page(seq)
         self._drop_copies(seq)
         if seq._node is not None:
             self._index.unlock(seq._node, self._clock())
             seq._node = None
-        self._allocator.release(seq.page_ids)
+        pages = seq.page_ids
+        if seq.fetch is not None:
+            assert self._arrivals is not None
+            coming = set(seq.fetch.pages)
+            pages = [page for page in pages if page not in coming]
+            self._arrivals.abandon(seq.fetch)
+            seq.fetch = None
+        self._allocator.release(pages)
 
     # --- prefixes ----------------------------------------------------------------------------
     def pin(
@@ -298,7 +373,8 @@ class CacheManager:
         pins = sum(self._pins.forget(space) for space in spaces)
         freed = self._allocator.release(pages)
         self.stats.flushed_pages += len(pages)
-        return FlushReport(freed, len(pages) - freed, pins)
+        below = self._arrivals.tiers.flush(adapter_id) if self._arrivals else 0
+        return FlushReport(freed, len(pages) - freed, pins, below)
 
     def page_keys(self, seq: SequencePages) -> list[bytes]:
         """Chain keys of a live sequence's indexed pages, first to last."""
@@ -318,19 +394,70 @@ class CacheManager:
         self._allocator.check_integrity()
         locks = [seq._node for seq in self._live] + [seq._copy_node for seq in self._live]
         check_index(self._index, [node for node in locks if node] + list(self._pins.nodes()))
-        check_counts(self._allocator, self._index, self._live)
+        self._settle()
+        abandoned = self._arrivals.abandoned_pages if self._arrivals else []
+        check_counts(self._allocator, self._index, self._live, abandoned)
 
     # --- inside ------------------------------------------------------------------------------
     def _match(self, ids: bytes, namespace: Namespace, reuse: bool) -> Match | None:
         if not (reuse and self.prefix_cache):
             return None
         match = self._index.match(namespace, ids, len(ids) // ID_BYTES - 1)
-        if match and match.partial and match.partial.num_tokens < self.min_copy_tokens:
-            match = match._replace(partial=None)
-        return match
+        if match is None:
+            return None
+        sound = self.tags.num_verified(match.pages, match.keys)
+        if sound < len(match.pages):
+            self._distrust(match.pages[sound])
+            return match.first(sound)
+        partial = match.partial
+        if partial and partial.num_tokens >= self.min_copy_tokens:
+            if self.tags.get(partial.page) == partial.key:
+                return match
+            self._distrust(partial.page)
+        return match._replace(partial=None)
+
+    def _distrust(self, page: int) -> None:
+        """An indexed page lacks its tag: its tokens are computed again, into another page."""
+        if page not in self._unsound:
+            self._unsound.add(page)
+            self.stats.tag_mismatches += 1
+
+    def _beyond(
+        self, ids: bytes, namespace: Namespace, match: Match | None
+    ) -> tuple[PageChain, int, int]:
+        """The chain of a prompt, and which of its pages the tiers could bring."""
+        first = len(match.pages) if match else 0
+        key = match.keys[-1] if match and match.keys else self._index.root_key(namespace)
+        last = (len(ids) // ID_BYTES - 1) // self.page_size
+        return self._chain(ids, [key], first, namespace), first, last
+
+    def _chain(self, ids: bytes, keys: list[bytes], start: int, namespace: Namespace) -> PageChain:
+        return PageChain(
+            PackedIds(ids),
+            self.page_size,
+            keys,
+            start=start,
+            group=namespace.adapter_id,
+            hash_function=self._index.hash_function,
+        )
+
+    def _reserve(self, ids: bytes, namespace: Namespace, match: Match | None) -> Reservation | None:
+        if self._arrivals is None or not self.prefix_cache:
+            return None
+        return self._arrivals.reserve(*self._beyond(ids, namespace, match))
+
+    def _settle(self) -> None:
+        """Let time pass: pins expire, given-up copies end."""
+        self._pins.expire()
+        if self._arrivals is not None:
+            self._arrivals.reap()
 
     def _lock_and_allocate(
-        self, match: Match | None, namespace: Namespace, num_tokens: int
+        self,
+        match: Match | None,
+        namespace: Namespace,
+        num_tokens: int,
+        coming: Reservation | None,
     ) -> SequencePages | None:
         """Lock, then allocate, so that what was matched is not evicted for it."""
         shared = match.pages if match else []
@@ -338,11 +465,12 @@ class CacheManager:
         if self.prefix_cache:
             index = self._index
             node = index.lock_match(match) if match else index.lock_root(namespace)
-        partial = match.partial if match else None
+        partial = match.partial if match and coming is None else None
         if partial:
             copy_node = partial.node
             self._index.lock(copy_node)
-        wanted = self.pages_for(num_tokens) - len(shared)
+        arriving = coming.num_pages if coming else 0
+        wanted = max(self.pages_for(num_tokens) - len(shared), arriving)
         pages = self._allocate(max(wanted, 1 if partial else 0))
         if pages is None and copy_node:  # its source may be the room that is missing
             self._index.unlock(copy_node, self._clock())
@@ -351,14 +479,20 @@ class CacheManager:
         if pages is None:
             if node:
                 self._index.unlock(node, self._clock())
+            if coming:
+                coming.drop()
             return None
         self._allocator.retain(shared)
         copies: tuple[PageCopy, ...] = ()
         if partial:
             self._allocator.retain([partial.page])
             copies = (PageCopy(partial.page, pages[0], partial.num_tokens),)
-        cached = len(shared) * self.page_size + (partial.num_tokens if partial else 0)
+        cached = (len(shared) + arriving) * self.page_size + (partial.num_tokens if partial else 0)
         seq = SequencePages(shared + pages, self.page_size, namespace, copies, cached)
+        if coming:
+            seq.num_disk_tokens = coming.num_from_disk * self.page_size
+            seq.num_host_tokens = arriving * self.page_size - seq.num_disk_tokens
+            seq.fetch = coming.start(pages[:arriving])
         seq._node, seq._copy_node, seq._num_indexed_pages = node, copy_node, len(shared)
         return seq
 
@@ -370,7 +504,12 @@ class CacheManager:
         if missing > 0:
             self._evict(missing)
         pages = self._allocator.allocate(num_pages)
-        self.stats.allocated_pages += max(num_pages, 0)
+        if pages:
+            self.tags.clear(pages)
+            self._unsound.difference_update(pages)
+            if self._arrivals is not None:
+                self._arrivals.tiers.claim(pages)
+            self.stats.allocated_pages += len(pages)
         return pages
 
     def _evict(self, num_pages: int) -> None:
@@ -386,13 +525,31 @@ class CacheManager:
         first = seq._num_indexed_pages
         pages = seq.page_ids[first : first + count]
         edge = count * self._index.page_bytes
-        seq._node, present, dropped = self._index.insert(seq._node, seq._tail[:edge], pages)
+        ids = bytes(seq._tail[:edge])
+        if self._unsound:
+            self._heal(seq._node, ids, pages)
+        seq._node, present, dropped = self._index.insert(seq._node, ids, pages)
         del seq._tail[:edge]
         seq._num_indexed_pages += count
         self._allocator.retain(pages[present:])
         self._allocator.release(dropped)
+        if present < count:
+            keys = self._index.last_keys(seq._node, count - present + 1)
+            self.tags.write(pages[present:], keys[1:])
+            if self._arrivals is not None:
+                new_ids = ids[present * self._index.page_bytes :]
+                chain = self._chain(new_ids, keys, 0, seq.namespace)
+                self._arrivals.tiers.save(chain, pages[present:])
         self.stats.inserted_pages += count - present
         self.stats.duplicate_pages += present
+
+    def _heal(self, node: Node, ids: bytes, pages: list[int]) -> None:
+        """Put what was computed anew in the place of indexed pages that were found unsound."""
+        for old, new, key in self._index.replace(node, ids, self._unsound, pages):
+            self._allocator.retain([new])
+            self._allocator.release([old])
+            self._unsound.discard(old)
+            self.tags.write([new], [key])
 
     def _index_last_page(self, seq: SequencePages) -> None:
         if seq._node is None or len(seq._tail) < self.min_copy_tokens * ID_BYTES:
@@ -402,6 +559,7 @@ class CacheManager:
         if inserted is not None:
             self._allocator.retain([page])
             self._allocator.release(inserted.dropped)
+            self.tags.write([page], inserted.node.keys)
             self.stats.inserted_pages += 1
 
     def _drop_copies(self, seq: SequencePages) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,11 +71,13 @@ class Node:
 
 
 class PartialPage(NamedTuple):
-    """A page whose first ``num_tokens`` tokens match and whose others do not."""
+    """A page whose first ``num_tokens`` tokens match and whose others do not; ``key`` is its own,
+    of all its tokens."""
 
     node: Node
     page: int
     num_tokens: int
+    key: bytes
 
 
 class Match(NamedTuple):
@@ -84,14 +86,28 @@ class Match(NamedTuple):
     Attributes:
         node: deepest node reached.
         num_node_pages: how many of its pages match, from the first.
-        pages: all whole pages that match, in order.
+        pages: all whole pages that match, in order; ``keys`` are theirs.
         partial: the best page to copy the next tokens from.
     """
 
     node: Node
     num_node_pages: int
     pages: list[int]
+    keys: list[bytes]
     partial: PartialPage | None
+
+    def first(self, num_pages: int) -> Match | None:
+        """The match of the first ``num_pages`` pages only; None if that is none."""
+        node, excess = self.node, len(self.pages) - num_pages
+        held = self.num_node_pages
+        while excess >= held and node.parent is not None:
+            excess -= held
+            node = node.parent
+            held = len(node.pages)
+        if not num_pages:
+            return None
+        pages, keys = self.pages[:num_pages], self.keys[:num_pages]
+        return Match(node, held - excess, pages, keys, None)
 
 
 class Inserted(NamedTuple):
@@ -146,7 +162,7 @@ class RadixIndex:
         self.num_pages = 0
         self.num_locked_pages = 0
         self._root_key = root_key
-        self._hash = hash_function
+        self.hash_function = hash_function
 
     @property
     def num_evictable_pages(self) -> int:
@@ -165,6 +181,7 @@ class RadixIndex:
         """Follow ``ids[:limit]`` down from the end of ``node``."""
         page_bytes, position = self.page_bytes, 0
         pages: list[int] = []
+        keys: list[bytes] = []
         while position + page_bytes <= limit:
             first_page = bytes(ids[position : position + page_bytes])
             at = bisect_left(node.child_ids, first_page)
@@ -173,19 +190,18 @@ class RadixIndex:
             node = node.children[at]
             if position + len(node.ids) <= limit and ids.startswith(node.ids, position):
                 pages += node.pages
+                keys += node.keys
                 position += len(node.ids)
                 continue
             matching = common_tokens(node.ids, ids, position) * ID_BYTES
-            return self._match_inside(node, min(matching, limit - position), pages)
+            whole, rest = divmod(min(matching, limit - position), page_bytes)
+            partial = None
+            if rest:
+                page, key = node.pages[whole], node.keys[whole]
+                partial = PartialPage(node, page, rest // ID_BYTES, key)
+            return Match(node, whole, pages + node.pages[:whole], keys + node.keys[:whole], partial)
         partial = self._best_child(node, bytes(ids[position : min(limit, position + page_bytes)]))
-        return Match(node, len(node.pages), pages, partial)
-
-    def _match_inside(self, node: Node, matching_bytes: int, pages: list[int]) -> Match:
-        """The ids part from ``node`` after ``matching_bytes``: at a page's edge or within one."""
-        whole, rest = divmod(matching_bytes, self.page_bytes)
-        pages += node.pages[:whole]
-        partial = PartialPage(node, node.pages[whole], rest // ID_BYTES) if rest else None
-        return Match(node, whole, pages, partial)
+        return Match(node, len(node.pages), pages, keys, partial)
 
     @staticmethod
     def _best_child(node: Node, ids: bytes) -> PartialPage | None:
@@ -196,7 +212,7 @@ class RadixIndex:
             num_tokens = common_tokens(node.child_ids[neighbour], ids)
             if num_tokens > (best.num_tokens if best else 0):
                 child = node.children[neighbour]
-                best = PartialPage(child, child.pages[0], num_tokens)
+                best = PartialPage(child, child.pages[0], num_tokens, child.keys[0])
         return best
 
     # --- lock --------------------------------------------------------------------------------
@@ -290,6 +306,37 @@ class RadixIndex:
         leaf = Node(bytearray(ids), [page], self._chain(node.keys[-1], ids), node, last_used=now)
         return Inserted(leaf, 0, self._attach(leaf, node))
 
+    def replace(
+        self, node: Node, ids: bytes, bad: Container[int], pages: list[int]
+    ) -> list[tuple[int, int, bytes]]:
+        """Where the whole pages of ``ids`` after ``node`` are in the tree and in ``bad``, put those
+        of ``pages`` in their place. Returns what went, what came, and its key."""
+        found = self._descend(node, ids, len(ids))
+        swaps = [
+            (old, new, key)
+            for old, new, key in zip(found.pages, pages, found.keys, strict=False)
+            if old in bad
+        ]
+        renamed = {old: new for old, new, _ in swaps}
+        for member in found.node.path() if swaps else ():
+            member.pages[:] = [renamed.get(page, page) for page in member.pages]
+        return swaps
+
+    @staticmethod
+    def last_keys(node: Node, count: int) -> list[bytes]:
+        """Keys of the last ``count`` pages that end with ``node``, its root's included."""
+        keys: list[bytes] = []
+        for member in node.path():
+            keys[:0] = member.keys
+            if len(keys) >= count:
+                break
+        return keys[-count:]
+
+    def root_key(self, namespace: Namespace) -> bytes:
+        """Where a namespace's chains start."""
+        root = self.roots.get(namespace)
+        return self._root_key(namespace) if root is None else root.keys[0]
+
     @staticmethod
     def _may_grow(node: Node) -> bool:
         """Whether ``node`` can take more pages itself: no root, no branch, one lock only.
@@ -320,7 +367,7 @@ class RadixIndex:
         """Keys of the pages that hold ``ids``, after the page called ``key``."""
         keys = []
         for start in range(0, len(ids), self.page_bytes):
-            key = chain_key(key, bytes(ids[start : start + self.page_bytes]), self._hash)
+            key = chain_key(key, bytes(ids[start : start + self.page_bytes]), self.hash_function)
             keys.append(key)
         return keys
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from bicl.cache.keys import Namespace
 from bicl.cache.radix import Node
+from bicl.cache.tiers import Fetch
 
 __all__ = ["PageCopy", "SequencePages"]
 
@@ -35,6 +36,9 @@ class SequencePages:
             ``num_cached_tokens`` and grows by ``commit``.
         pending_copies: copies to issue before the first step, and then to confirm with
             ``CacheManager.copies_issued``.
+        fetch: pages on their way from the tiers, to join in every layer of the first step, and then
+            to confirm with ``CacheManager.fetched``.
+        num_host_tokens, num_disk_tokens: those of ``num_cached_tokens`` that came from there.
     """
 
     __slots__ = (
@@ -43,9 +47,12 @@ class SequencePages:
         "_num_indexed_pages",
         "_page_size",
         "_tail",
+        "fetch",
         "namespace",
         "num_cached_tokens",
         "num_committed_tokens",
+        "num_disk_tokens",
+        "num_host_tokens",
         "page_ids",
         "pending_copies",
     )
@@ -63,6 +70,9 @@ class SequencePages:
         self.pending_copies = copies
         self.num_cached_tokens = num_cached_tokens
         self.num_committed_tokens = num_cached_tokens
+        self.num_host_tokens = 0
+        self.num_disk_tokens = 0
+        self.fetch: Fetch | None = None
         self._page_size = page_size
         self._node: Node | None = None  # locked end of the indexed chain; None: not indexed
         self._copy_node: Node | None = None  # locked until the copy is issued

@@ -16,7 +16,9 @@ class CacheStats:
             sequence and one that asked for no reuse are not counted.
         hit_tokens: those among them that need not be computed.
         copied_tokens: those among ``hit_tokens`` that came by copy of part of a page.
-        page_copies: pages copied for them.
+        host_hit_tokens, disk_hit_tokens: those that came from these tiers; the others were in the
+            pool.
+        page_copies: pages copied for ``copied_tokens``.
         allocated_pages: pages handed to sequences.
         inserted_pages: pages that entered the index.
         duplicate_pages: pages computed although the index held the same tokens already.
@@ -24,11 +26,14 @@ class CacheStats:
         evicted_age_ms: sum over ``evicted_pages`` of the time since their last use.
         flushed_pages: pages that a flush took out of the index.
         refusals: times that a sequence found no room.
+        tag_mismatches: indexed pages that did not carry their tag; their tokens were computed anew.
     """
 
     queried_tokens: int = 0
     hit_tokens: int = 0
     copied_tokens: int = 0
+    host_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
     page_copies: int = 0
     allocated_pages: int = 0
     inserted_pages: int = 0
@@ -37,11 +42,12 @@ class CacheStats:
     evicted_age_ms: int = 0
     flushed_pages: int = 0
     refusals: int = 0
+    tag_mismatches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGauges:
-    """Where every page is at one moment; the five add up to the pool.
+    """Where every page is at one moment; the six add up to the pool.
 
     Attributes:
         free_pages: hold nothing.
@@ -49,6 +55,7 @@ class CacheGauges:
         pinned_pages: hold a prefix that only a pin protects.
         in_use_pages: held by a sequence, or shielded by one (a copy about to be made).
         reserved_pages: never handed out.
+        loading_pages: a copy that was given up still writes to them; free when it ends.
     """
 
     free_pages: int
@@ -56,6 +63,7 @@ class CacheGauges:
     pinned_pages: int
     in_use_pages: int
     reserved_pages: int
+    loading_pages: int = 0
 
     @property
     def total_pages(self) -> int:
@@ -65,6 +73,7 @@ class CacheGauges:
             + self.pinned_pages
             + self.in_use_pages
             + self.reserved_pages
+            + self.loading_pages
         )
 
 
@@ -77,8 +86,10 @@ class FlushReport:
         orphaned_pages: pages that nobody can match any more, but that live sequences still hold;
             they become free when those end.
         dropped_pins: pins that went with them.
+        tier_pages: pages that the tiers forgot.
     """
 
     freed_pages: int
     orphaned_pages: int
     dropped_pins: int
+    tier_pages: int = 0

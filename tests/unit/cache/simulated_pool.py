@@ -118,7 +118,7 @@ class SimulatedPool:
                 key = node.parent.keys[-1] if node.parent else node.keys[0]
                 for number, name in enumerate(node.keys if node.parent else []):
                     page_ids = node.ids[number * index.page_bytes :][: index.page_bytes]
-                    key = chain_key(key, bytes(page_ids), index._hash)
+                    key = chain_key(key, bytes(page_ids), index.hash_function)
                     assert name == key
 
     def _follow(self, run: Run, token: int) -> None:
