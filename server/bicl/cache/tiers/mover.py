@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from bicl.cache.tiers.arena import HostArena
 
-__all__ = ["Copy", "HostMover", "PageMover"]
+__all__ = ["Copy", "HostMover", "PageMover", "Piece", "place_pieces"]
 
 
 class Copy(Protocol):
@@ -26,13 +26,17 @@ class Copy(Protocol):
 
 
 class PageMover(Protocol):
-    """Copies whole pages of a pool's layers, each layer's part in one piece.
+    """Copies whole pages of a pool's layers.
+
+    A layer has one or more tensors whose first dim is the page: its keys and values, and whatever
+    is kept beside them. A page's part of each is one contiguous piece; in a slot all pieces lie
+    back to back, layer after layer.
 
     ``save`` and ``load`` are called by background threads and only issue the copies; ``mark`` and
     ``join`` by the thread that issues the computation.
 
     Attributes:
-        layer_bytes: bytes of one page in each layer; in a slot the layers lie back to back.
+        layer_bytes: bytes of one page in each layer.
     """
 
     layer_bytes: tuple[int, ...]
@@ -73,13 +77,12 @@ class HostMover:
     """For a pool in host memory, where the background thread itself copies.
 
     Args:
-        layers: each layer's pages, ``[num_pages, ...]``, contiguous.
+        layers: each layer's tensors, contiguous, ``[num_pages, ...]``.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        self._layers = [pages.flatten(1).view(torch.uint8) for pages in layers]
-        self.layer_bytes = tuple(pages.shape[1] for pages in self._layers)
-        self._offsets = layer_offsets(self.layer_bytes)
+    def __init__(self, layers: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._pieces = place_pieces(layers)
+        self.layer_bytes = tuple(sum(p.num_bytes for p in pieces) for pieces in self._pieces)
 
     def mark(self) -> object:
         return None
@@ -88,9 +91,10 @@ class HostMover:
         self, pages: Sequence[int], arena: HostArena, slots: Sequence[int], after: object
     ) -> Copy:
         for page, slot in zip(pages, slots, strict=True):
-            target = arena.slot(slot)
-            for layer, (start, end) in zip(self._layers, self._offsets, strict=True):
-                target[start:end].copy_(layer[page])
+            memory = arena.slot(slot)
+            for pieces in self._pieces:
+                for piece in pieces:
+                    memory[piece.start : piece.end].copy_(piece.rows[page])
         return _Done()
 
     def load(
@@ -101,17 +105,34 @@ class HostMover:
         slots: Sequence[int],
         after: object,
     ) -> Copy:
-        start, end = self._offsets[layer]
-        target = self._layers[layer]
-        for page, slot in zip(pages, slots, strict=True):
-            target[page].copy_(arena.slot(slot)[start:end])
+        for piece in self._pieces[layer]:
+            for page, slot in zip(pages, slots, strict=True):
+                piece.rows[page].copy_(arena.slot(slot)[piece.start : piece.end])
         return _Done()
 
 
-def layer_offsets(layer_bytes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each layer's part begins and ends in a slot."""
-    offsets, start = [], 0
-    for size in layer_bytes:
-        offsets.append((start, start + size))
-        start += size
-    return offsets
+class Piece(NamedTuple):
+    """A tensor's part of a page: bytes ``[num_pages, num_bytes]``, and where it lies in a slot."""
+
+    rows: torch.Tensor
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_bytes
+
+
+def place_pieces(layers: Sequence[Sequence[torch.Tensor]]) -> list[list[Piece]]:
+    """Where each layer's pieces lie in a slot."""
+    placed, start = [], 0
+    for tensors in layers:
+        pieces = []
+        for tensor in tensors:
+            pieces.append(Piece(tensor.flatten(1).view(torch.uint8), start))
+            start = pieces[-1].end
+        placed.append(pieces)
+    return placed

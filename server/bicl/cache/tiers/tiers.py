@@ -21,18 +21,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bicl.cache.keys import PageChain
 from bicl.cache.tiers.arena import HostArena
 from bicl.cache.tiers.costs import TransferCosts
-from bicl.cache.tiers.disk import DiskStore
-from bicl.cache.tiers.disk_pipe import DiskPipe
 from bicl.cache.tiers.host import HostStore
 from bicl.cache.tiers.index import Block
 from bicl.cache.tiers.mover import PageMover
 from bicl.cache.tiers.saves import SaveQueue
 from bicl.cache.tiers.stats import TierStats
 from bicl.cache.tiers.transfers import Fetch, Promotion, Reservation
+
+if TYPE_CHECKING:
+    from bicl.cache.tiers.disk_pipe import DiskPipe
 
 __all__ = ["PageTiers"]
 
@@ -78,8 +80,11 @@ class PageTiers:
         arena = HostArena(page_bytes, host_bytes, pinned=pinned)
         self._host = HostStore(arena, policy)
         self._stats.host_slots = arena.num_slots
-        self._disk = None
-        if disk_folder is not None:
+        self._disk: DiskPipe | None = None
+        if disk_folder is not None:  # needs a package that only this tier needs
+            from bicl.cache.tiers.disk import DiskStore
+            from bicl.cache.tiers.disk_pipe import DiskPipe
+
             store = DiskStore(
                 disk_folder,
                 fingerprint=fingerprint,

@@ -29,7 +29,7 @@ class Rig:
 
     def __init__(self, **options) -> None:
         self.layers = [torch.full(LAYER_SHAPE, torch.nan) for _ in range(LAYERS)]
-        self.mover = HostMover(self.layers)
+        self.mover = HostMover([[layer] for layer in self.layers])
         self.tiers = PageTiers(
             self.mover, PAGE, **{"fingerprint": b"model", "host_bytes": MEBI, **options}
         )
