@@ -66,7 +66,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="results, as JSON")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--drafted-requests", type=int, default=300, help="0: no speculation run")
+    parser.add_argument("--drafted-requests", type=int, default=300, help="with speculation")
+    parser.add_argument("--drafts", default="0,2", help="--speculate of one shard after another")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--compare", type=int, default=25, help="requests run again alone")
     parser.add_argument("--commit", default="", help="of the tree, for the result file")
@@ -74,7 +75,7 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         write_model(Path(temporary) / "8b")
-        for drafts in (0, 2) if options.drafted_requests else (0,):
+        for drafts in map(int, options.drafts.split(",")):
             rows.append(run(Path(temporary) / "8b", options, drafts))
             print(json.dumps(rows[-1]), flush=True)
             what = "requests through TGI's real shard; a wrong page or token would have ended it"

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from bicl.frontends.tgi.selftest import cases
 from bicl.frontends.tgi.selftest.cases import Bench
 from bicl.frontends.tgi.selftest.models import Model, make_model
 from bicl.frontends.tgi.selftest.router import Router, request_of
@@ -177,9 +178,11 @@ def check(folder: Path) -> None:
     """The self-test's cases on the GPU, in bf16 with graphs, and log-probabilities beside
     transformers' own in float32 and in bf16."""
     model = make_model("llama", folder)
-    environment = gpu_environment(TEST_FREE_MEMORY=str(64 << 20), BICL_DEBUG_POISON="1")
+    environment = gpu_environment(
+        TEST_FREE_MEMORY=str(64 << 20), BICL_DEBUG_POISON="1", BICL_AUDIT_EVERY="4"
+    )
     with Shards(model.path, environment, "--dtype", "bfloat16") as shards:
-        router = warm_up(shards, model, 256, 512)
+        router = warm_up(shards, model, cases.PREFILL_TOKENS, cases.TOTAL_TOKENS)
         bench = Bench(shards, router, model, 0, 0, kv_bytes=2, exact=False, tie=0.3)
         compare_logprobs(bench, model)
         for name, case in SCENARIOS["llama"].cases.items():

@@ -87,7 +87,7 @@ MODELS = {
                 "beta_slow": 1,
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 512,
+                "original_max_position_embeddings": 2048,
             },
         },
     ),

@@ -65,7 +65,7 @@ SCENARIOS = {
     "gpt-neox-head80": Scenario("gpt-neox-head80"),
     "llama-lora": Scenario("llama-lora", adapters=("poet", "clerk")),
     "mixtral": Scenario("mixtral"),
-    "deepseek-v3-head192": Scenario("deepseek-v3-head192"),
+    "deepseek-v3-head192": Scenario("deepseek-v3-head192", free_bytes=256 << 20),
     "llava-next": Scenario("llava-next", environment={"PREFIX_CACHING": "0"}, without=PREFIXES),
     "smollm2": Scenario("smollm2", free_bytes=384 << 20),
 }
