@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bicl.errors import ConfigError
+from bicl.settings import Setting, settings_of
+from bicl.sparse.settings import HySparseSettings
 
 __all__ = ["OUR_FLAGS", "CommandLine", "Flag", "describe_flags", "split"]
 
@@ -18,7 +20,7 @@ class Flag:
     """One of our flags.
 
     Attributes:
-        choices: allowed values; empty for a switch.
+        choices: allowed values; empty for a switch, and where ``metavar`` stands for any value.
         env: the variable that carries the value to the shards, and may set it.
         help: one sentence.
         refused: why it cannot be used yet; empty if it can.
@@ -29,6 +31,17 @@ class Flag:
     choices: tuple[str, ...] = ()
     env: str = ""
     refused: str = ""
+    metavar: str = ""
+
+    @property
+    def takes_value(self) -> bool:
+        return bool(self.choices or self.metavar)
+
+
+def _flag_of(setting: Setting) -> Flag:
+    """A setting that the embedded server has, too: same name, variable and meaning."""
+    metavar = "" if setting.choices or setting.type is bool else setting.type.__name__.upper()
+    return Flag(setting.flag, setting.help, setting.choices, setting.env, metavar=metavar)
 
 
 OUR_FLAGS = (
@@ -50,8 +63,7 @@ OUR_FLAGS = (
         "Attention that does not depend on who shares the batch; a few percent slower.",
         env="BICL_DETERMINISTIC",
     ),
-    Flag("--enable-hysparse", "", refused="HySparse"),
-    Flag("--hysparse-sparsity-ratio", "", ("any",), refused="HySparse"),
+    *map(_flag_of, settings_of("hysparse", HySparseSettings)),
     Flag("--cache-tiers", "", ("any",), refused="the host and disk tiers"),
     Flag("--host-cache-memory", "", ("any",), refused="the host tier"),
     Flag("--disk-cache-memory", "", ("any",), refused="the disk tier"),
@@ -110,15 +122,17 @@ def split(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
             continue
         if flag.refused:
             raise ConfigError(f"{name}: {flag.refused} {UNTIL_IT_EXISTS}")
-        if flag.choices and not has_value:
-            value = next(words, "")
-        if not flag.choices and not has_value:
-            value = "true"
+        if not has_value:
+            value = next(words, "") if flag.takes_value else "true"
         ours[name] = _checked(flag, value)
     return CommandLine(ours, tuple(theirs), environ)
 
 
 def _checked(flag: Flag, value: str) -> str:
+    if flag.metavar:
+        if not value:
+            raise ConfigError(f"{flag.name} needs a value")
+        return value
     allowed = flag.choices or ("true", "false")
     if value not in allowed:
         raise ConfigError(f"{flag.name} {value!r} is not supported; use one of {list(allowed)}")
@@ -131,7 +145,7 @@ def describe_flags() -> str:
     for flag in OUR_FLAGS:
         if flag.refused:
             continue
-        values = f" <{'|'.join(flag.choices)}>" if flag.choices else ""
+        values = f" <{flag.metavar or '|'.join(flag.choices)}>" if flag.takes_value else ""
         env = f" [env: {flag.env}]" if flag.env else ""
         lines += [f"      {flag.name}{values}", f"          {flag.help}{env}", ""]
     lines.append(

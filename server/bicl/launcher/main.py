@@ -8,13 +8,15 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from bicl.errors import BiclError, ConfigError
 from bicl.hardware import find_gpus, is_jetson, judge
 from bicl.launcher.flags import CommandLine, describe_flags, split
-from bicl.launcher.model_config import ModelConfig, read_model_config
+from bicl.launcher.hysparse import enables_hysparse
+from bicl.launcher.model_config import ModelConfig, read_chat_template, read_model_config
 from bicl.launcher.plan import plan_launch
 
 __all__ = ["main"]
@@ -71,9 +73,12 @@ def _model(line: CommandLine) -> ModelConfig | None:
     model_id = line.their("--model-id")
     if not model_id:
         return None
-    cache = line.their("--huggingface-hub-cache")
+    cache, revision = line.their("--huggingface-hub-cache"), line.their("--revision")
     try:
-        return read_model_config(model_id, line.their("--revision"), cache)
+        model = read_model_config(model_id, revision, cache)
+        if not enables_hysparse(line):
+            return model
+        return replace(model, chat_template=read_chat_template(model_id, revision, cache))
     except (OSError, ValueError, ImportError) as error:
         _say(f"config.json of {model_id} could not be read ({error}); the shard checks the model")
         return None

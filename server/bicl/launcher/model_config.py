@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ModelConfig", "read_model_config"]
+__all__ = ["ModelConfig", "read_chat_template", "read_model_config"]
 
 # Families that TGI serves without a paged cache: nothing of theirs goes through our modules.
 WITHOUT_PAGES = {
@@ -24,13 +25,20 @@ WITHOUT_PAGES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Facts of a config.json; None where it does not say."""
+    """Facts of a config.json; None where it does not say.
+
+    Attributes:
+        raw: the config itself, for checks that only some flags need.
+        chat_template: of the tokenizer, if it was read.
+    """
 
     model_type: str | None
     head_dim: int | None
     num_kv_heads: int | None
     is_vision: bool
     without_pages: str
+    raw: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> ModelConfig:
@@ -55,6 +63,7 @@ class ModelConfig:
             num_kv_heads=heads if kv_heads is None else kv_heads,
             is_vision=raw.get("vision_config") is not None,
             without_pages=_without_pages(model_type, raw),
+            raw=raw,
         )
 
 
@@ -72,12 +81,28 @@ def read_model_config(model_id: str, revision: str | None, cache: str | None) ->
     Raises:
         OSError: it cannot be had. ValueError: it is no JSON object.
     """
-    path = Path(model_id) / "config.json"
-    if not Path(model_id).is_dir():
-        from huggingface_hub import hf_hub_download
-
-        path = Path(hf_hub_download(model_id, "config.json", revision=revision, cache_dir=cache))
+    path = _file(model_id, "config.json", revision, cache)
     raw = json.loads(path.read_text())
     if not isinstance(raw, dict):
         raise ValueError(f"{path} is no JSON object")
     return ModelConfig.from_dict(raw)
+
+
+def read_chat_template(model_id: str, revision: str | None, cache: str | None) -> str | None:
+    """The tokenizer's chat template as text; None where the model has none that can be read."""
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        try:
+            text = _file(model_id, name, revision, cache).read_text()
+            # A list of named templates is searched as it stands.
+            return text if name.endswith("jinja") else str(json.loads(text)["chat_template"])
+        except (OSError, ValueError, KeyError, ImportError):
+            continue
+    return None
+
+
+def _file(model_id: str, name: str, revision: str | None, cache: str | None) -> Path:
+    if Path(model_id).is_dir():
+        return Path(model_id) / name
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(model_id, name, revision=revision, cache_dir=cache))

@@ -9,6 +9,7 @@ from bicl.config import KVCacheConfig
 from bicl.errors import ConfigError
 from bicl.hardware import Verdict
 from bicl.launcher.flags import CommandLine
+from bicl.launcher.hysparse import enables_hysparse, plan_hysparse
 from bicl.launcher.model_config import ModelConfig
 
 __all__ = ["Launch", "plan_launch"]
@@ -56,6 +57,9 @@ def plan_launch(line: CommandLine, model: ModelConfig | None, hardware: Verdict)
     launch.environment["BICL_BLOCK_SIZE"] = str(block_size)
     deterministic = line.our("--deterministic", "false").lower() in ("true", "1")
     launch.environment["BICL_DETERMINISTIC"] = "1" if deterministic else "0"
+    environment, notes = plan_hysparse(line, model)
+    launch.environment |= environment
+    launch.notes += notes
     if graphs := _cuda_graphs(line):
         launch.environment["CUDA_GRAPHS"] = graphs
     launch.notes.append(f"pages of {block_size} tokens, attention over BICL tiles")
@@ -82,6 +86,8 @@ def _why_stock(line: CommandLine, model: ModelConfig | None, hardware: Verdict) 
 
 def _stock(line: CommandLine, reason: str) -> Launch:
     asked = [name for name in line.ours if name != "--flash-attn-version"]
+    if enables_hysparse(line) and "--enable-hysparse" not in asked:
+        asked.append("BICL_ENABLE_HYSPARSE")
     if asked:
         raise ConfigError(f"{', '.join(asked)} cannot be honoured: {reason}; leave it out")
     return Launch(line.theirs, {"BICL_DISABLE": "1"}, [f"{reason}; {STOCK}"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bicl.errors import ConfigError
-from bicl.settings import flag_name, setting
+from bicl.settings import flag_name, setting, settings_of
 from bicl.sparse.config import MODES, TEXT_KINDS, VARIANTS, HySparseConfig
 from bicl.sparse.guard import GuardBounds
 
@@ -124,6 +124,16 @@ class HySparseSettings:
                 )
         self.resolve()
         self.guard()
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> HySparseSettings:
+        """Settings from their variables; an empty one is none at all."""
+        values: dict[str, Any] = {
+            each.name: each.parse(environ[each.env])
+            for each in settings_of("hysparse", cls)
+            if environ.get(each.env)
+        }
+        return cls(**values)
 
     @property
     def given(self) -> dict[str, Any]:

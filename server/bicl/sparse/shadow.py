@@ -3,16 +3,19 @@ choice of tiles was worth."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from bicl.attention.backend import AttentionBackend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.sparse.backend import SparseBackend
+from bicl.sparse.config import HySparseConfig
+from bicl.sparse.index import make_indexes
 
-__all__ = ["LayerProbe", "ShadowBackend"]
+__all__ = ["LayerProbe", "ShadowBackend", "make_shadow_backend"]
 
 
 @dataclass(frozen=True)
@@ -157,3 +160,26 @@ class ShadowBackend:
         kept = torch.exp(lse(chosen, 1.0) - whole).mean(dim=0)
         size = layer.layout.page_size
         return LayerProbe(entropy, kept, (chosen.cache_seqlens + size - 1) // size)
+
+
+def make_shadow_backend(
+    inner: AttentionBackend,
+    config: HySparseConfig,
+    layers: Sequence[LayerCache],
+    sparse: Sequence[int],
+    dtype: torch.dtype,
+) -> ShadowBackend:
+    """HySparse around a backend, with empty indexes.
+
+    Args:
+        inner: runs attention.
+        config: of the server.
+        layers: pages of every layer.
+        sparse: numbers of the sparse ones.
+        dtype: the model's.
+
+    Raises:
+        ConfigError: the gate's file cannot be used for these layers.
+    """
+    indexes = make_indexes({number: layers[number] for number in sparse}, config.variant, dtype)
+    return ShadowBackend(SparseBackend(inner, config, indexes), dict(enumerate(layers)))

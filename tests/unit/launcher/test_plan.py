@@ -94,9 +94,7 @@ def test_environment_gives_our_flags_values_too() -> None:
     assert plan("--block-size 64", BICL_BLOCK_SIZE="32").environment["BICL_BLOCK_SIZE"] == "64"
 
 
-@pytest.mark.parametrize(
-    "flag", ["--enable-hysparse", "--hysparse-sparsity-ratio 0.65", "--host-cache-memory 8GiB"]
-)
+@pytest.mark.parametrize("flag", ["--host-cache-memory 8GiB", "--disk-cache-path /x"])
 def test_features_that_do_not_exist_yet_are_refused_by_name(flag: str) -> None:
     message = refusal(flag)
     assert message.startswith(flag.split()[0])
@@ -196,7 +194,7 @@ def test_graphs_are_captured_up_to_the_largest_batch_and_include_it(
 def test_help_names_what_can_be_used_and_nothing_else() -> None:
     text = describe_flags()
     assert "--block-size <32|64|auto>" in text
-    assert "hysparse" not in text
+    assert "--hysparse-sparsity-ratio <FLOAT>" in text
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bicl.attention.metadata import AttentionMetadata
+from bicl.frontends.tgi.hysparse import shard_sparsity
 from bicl.frontends.tgi.kv_cache import KVCache, KVScales
 
 __all__ = ["SUPPORTS_WINDOWING", "attention", "paged_attention"]
@@ -59,13 +60,19 @@ def paged_attention(
 
     The bound is ``max_s``: ``seqlen.max_k`` does not count the drafts.
     """
-    meta = _step_metadata(seqlen, block_tables, kv_cache, max_s, True)
+    meta = _step_metadata(seqlen, block_tables, kv_cache, max_s, True, decode=True)
     window = -1 if window_size_left is None else window_size_left
     return kv_cache.attend(query, meta, scale=softmax_scale, window_left=window, softcap=softcap)
 
 
 def _step_metadata(
-    seqlen: Any, block_tables: torch.Tensor, kv_cache: KVCache, max_k: int, causal: bool
+    seqlen: Any,
+    block_tables: torch.Tensor,
+    kv_cache: KVCache,
+    max_k: int,
+    causal: bool,
+    *,
+    decode: bool = False,
 ) -> AttentionMetadata:
     """The step's metadata, made by the first layer and kept on the object all layers share."""
     made: dict[tuple[bool, int], AttentionMetadata] = seqlen.__dict__.setdefault("_bicl_steps", {})
@@ -79,7 +86,13 @@ def _step_metadata(
             max_q=seqlen.max_q,
             max_k=max_k,
             causal=causal,
+            sparsity=_ratios(block_tables.shape[0]) if decode else None,
         )
         made[causal, max_k] = meta
         kv_cache.plan(meta)
     return meta
+
+
+def _ratios(batch: int) -> torch.Tensor | None:
+    sparsity = shard_sparsity()
+    return None if sparsity is None else sparsity.ratios(batch)

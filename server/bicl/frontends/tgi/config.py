@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bicl.errors import ConfigError
+from bicl.sparse.config import HySparseConfig
+from bicl.sparse.guard import GuardBounds
+from bicl.sparse.settings import HySparseSettings
 
 __all__ = ["ATTENTION", "BLOCK_SIZES", "OverlayConfig", "overlay_config"]
 
@@ -31,6 +34,8 @@ class OverlayConfig:
             ``BICL_VERIFY_PREFIXES`` (default on).
         poison: fill new pages with NaN, so that a read of an unwritten slot shows,
             ``BICL_DEBUG_POISON``.
+        hysparse: ``BICL_ENABLE_HYSPARSE`` and ``BICL_HYSPARSE_*``; ``None``: off.
+        guard: when the shard then goes back to the full cache.
         metrics_port: rank r serves its counters on port + r, ``BICL_METRICS_PORT``; 0: nowhere.
     """
 
@@ -39,16 +44,21 @@ class OverlayConfig:
     verify_prefixes: bool = True
     poison: bool = False
     metrics_port: int = 0
+    hysparse: HySparseConfig | None = None
+    guard: GuardBounds = field(default_factory=GuardBounds)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> OverlayConfig:
         """Raises ConfigError naming the variable, its value and what is allowed."""
+        sparse = HySparseSettings.from_environment(environment)
         return cls(
             block_size=_block_size(environment.get("BICL_BLOCK_SIZE", "auto")),
             deterministic=_flag(environment, "BICL_DETERMINISTIC", False),
             verify_prefixes=_flag(environment, "BICL_VERIFY_PREFIXES", True),
             poison=_flag(environment, "BICL_DEBUG_POISON", False),
             metrics_port=_port(environment.get("BICL_METRICS_PORT", "0")),
+            hysparse=sparse.resolve(),
+            guard=sparse.guard(),
         )
 
 

@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from bicl.frontends.tgi.config import overlay_config
+from bicl.frontends.tgi.hysparse import shard_sparsity
 from bicl.frontends.tgi.page_tags import PageTags, Prompt, TagCounters
 
 __all__ = ["counters", "serve_metrics", "verify_claims"]
@@ -38,7 +39,8 @@ def serve_metrics() -> None:
 
 def _read() -> dict[str, tuple[str, float]]:
     now = counters()
-    return {
+    sparsity = shard_sparsity()
+    return (sparsity.read() if sparsity is not None else {}) | {
         "bicl_prefix_claimed_tokens": ("Tokens that the router called cached", now.claimed_tokens),
         "bicl_prefix_accepted_tokens": (
             "Of them, those whose pages carried their tokens' tags",

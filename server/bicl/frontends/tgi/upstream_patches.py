@@ -38,9 +38,10 @@ def _set_block_size(module: Any) -> None:
 
 
 def _mend_flash_causal_lm(module: Any) -> None:
-    from bicl.frontends.tgi import prefixes
+    from bicl.frontends.tgi import hysparse, prefixes
     from bicl.frontends.tgi.kv_cache import KVCache, nominal_share
 
+    sparsity = hysparse.shard_sparsity()
     if module.KVCache is not KVCache or overlay_config().block_size != module.BLOCK_SIZE:
         raise ConfigError(
             "text-generation-inference took its own KV cache: something imported it before us"
@@ -49,12 +50,15 @@ def _mend_flash_causal_lm(module: Any) -> None:
 
     @functools.wraps(free_memory)
     def get_free_memory(device: Any, memory_fraction: float) -> int:
-        # TGI divides this by a page's nominal size; a page with padded heads is larger.
-        return int(free_memory(device, memory_fraction) * nominal_share())
+        # TGI divides this by a page's nominal size; a page with padded heads or an index is larger.
+        index_share = 1.0 if sparsity is None else sparsity.index_share
+        return int(free_memory(device, memory_fraction) * nominal_share() * index_share)
 
     module.get_free_memory = get_free_memory
     if overlay_config().verify_prefixes:
         prefixes.verify_claims(module.FlashCausalLM, module.FlashCausalLMBatch)
+    if sparsity is not None:
+        hysparse.watch(module.FlashCausalLM, sparsity)
 
 
 def _check_models(module: Any, *, release: Release) -> None:
@@ -96,6 +100,7 @@ def _check_model(model: Any, release: Release) -> None:
     from text_generation_server.models.vlm_causal_lm import VlmCausalLM
     from text_generation_server.utils.speculate import get_speculate
 
+    from bicl.frontends.tgi.hysparse import shard_sparsity
     from bicl.frontends.tgi.probe import try_pages
 
     kind = type(model).__name__
@@ -111,6 +116,8 @@ def _check_model(model: Any, release: Release) -> None:
             "--speculate"
         )
     try_pages(model)
+    if (sparsity := shard_sparsity()) is not None:
+        sparsity.check(model)
     window = getattr(model, "sliding_window", None)
     if window is not None and window > 0 and not release.windows:
         raise ConfigError(

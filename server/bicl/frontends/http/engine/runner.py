@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -11,6 +12,7 @@ from bicl.attention.backend import AttentionBackend, make_backend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import KVPool
 from bicl.cache.sequence import PageCopy
+from bicl.cache.tiers import Fetch
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.engine.graphs import DecodeGraphs
 from bicl.frontends.http.engine.scheduler import Chunk
@@ -19,9 +21,7 @@ from bicl.frontends.http.engine.sizing import page_layouts, sparse_layers
 from bicl.frontends.http.loader import LoadedModel
 from bicl.frontends.transformers import PackedCache
 from bicl.frontends.transformers.packed import PackedModel
-from bicl.sparse.backend import SparseBackend
-from bicl.sparse.index import make_indexes
-from bicl.sparse.shadow import ShadowBackend
+from bicl.sparse.shadow import ShadowBackend, make_shadow_backend
 
 __all__ = ["ModelRunner"]
 
@@ -45,8 +45,15 @@ class ModelRunner:
         self.pool = KVPool(page_layouts(loaded, config), num_pages, self.device)
         self.shadow: ShadowBackend | None = None
         if config.hysparse is not None:
-            self.backend = self.shadow = _sparse(self.backend, self.pool, loaded, config)
-        self._model = PackedModel(loaded.model, PackedCache(self.pool, self.backend))
+            self.backend = self.shadow = make_shadow_backend(
+                self.backend,
+                config.hysparse,
+                self.pool.layers,
+                sparse_layers(loaded, config),
+                loaded.dtype,
+            )
+        self._cache = PackedCache(self.pool, self.backend)
+        self._model = PackedModel(loaded.model, self._cache)
         max_pages = -(-config.max_total_tokens // config.page_size)
         self._table = np.zeros((config.max_batch_size, max_pages), dtype=np.int32)
         self._filled = np.zeros(config.max_batch_size, dtype=np.int64)
@@ -66,12 +73,44 @@ class ModelRunner:
         )
         self.backend.copy_pages(self.pool.layers, source, target)
 
+    def page_tensors(self) -> list[list[torch.Tensor]]:
+        """Each layer's tensors of which a page owns a part: its pages, and their index if any."""
+        tensors = [[layer.pages] for layer in self.pool.layers]
+        if self.shadow is not None:
+            for number, index in self.shadow.sparse.indexes.items():
+                tensors[number].append(index.vectors)
+        return tensors
+
+    def time_prefill(self, num_tokens: int) -> float:
+        """Seconds that one chunk takes. Writes to the first pages, which nobody may be using."""
+        pages = np.arange(-(-num_tokens // self.page_size), dtype=np.int32)
+        positions = np.arange(num_tokens)
+        meta = AttentionMetadata(
+            page_table=self._to_device(pages[None]),
+            cache_seqlens=self._to_device(np.array([num_tokens], dtype=np.int32)),
+            cu_seqlens_q=self._to_device(np.array([0, num_tokens], dtype=np.int32)),
+            slot_mapping=self._to_device(positions),
+            max_q=num_tokens,
+            max_k=num_tokens,
+        )
+        ids, last = np.zeros(num_tokens, dtype=np.int64), np.array([num_tokens - 1])
+        seconds = []
+        for _ in range(2):  # the first call also allocates
+            began = time.perf_counter()
+            logits = self._model(
+                self._to_device(ids), self._to_device(positions), meta, self._to_device(last)
+            )
+            logits.argmax().item()  # waits for the device
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
+
     def forward(
         self,
         chunks: SequenceOf[Chunk],
         sparsity: np.ndarray | None = None,
         *,
         watched: bool = False,
+        fetches: SequenceOf[Fetch] = (),
     ) -> torch.Tensor:
         """Compute the chunks and return logits, float32 ``[n, vocab_size]``: for each chunk in
         order none, its last token's or all its tokens', as it asked.
@@ -80,9 +119,15 @@ class ModelRunner:
             chunks: of the step.
             sparsity: float32, one a chunk; ``None``: all dense.
             watched: layers are probed, which no CUDA graph can do.
+            fetches: pages that the chunks read and that may still be on their way.
+
+        Raises:
+            TransferError: pages did not come. Nothing that was written counts.
         """
         step = self._pack(chunks)
         if self.graphs is not None and step.is_decode and not watched:
+            for fetch in fetches:
+                fetch.join_all(len(self.pool.layers))
             logits = self.graphs.replay(
                 step.input_ids,
                 step.positions,
@@ -93,6 +138,7 @@ class ModelRunner:
             )
             if logits is not None:
                 return logits
+        self._cache.arrivals = fetches
         meta = AttentionMetadata(
             page_table=self._to_device(step.page_table),
             cache_seqlens=self._to_device(step.cache_seqlens),
@@ -147,16 +193,6 @@ class ModelRunner:
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
-
-
-def _sparse(
-    inner: AttentionBackend, pool: KVPool, loaded: LoadedModel, config: EngineConfig
-) -> ShadowBackend:
-    assert config.hysparse is not None
-    layers = {number: pool.layers[number] for number in sparse_layers(loaded, config)}
-    indexes = make_indexes(layers, config.hysparse.variant, loaded.dtype)
-    backend = SparseBackend(inner, config.hysparse, indexes)
-    return ShadowBackend(backend, dict(enumerate(pool.layers)))
 
 
 class _Packed:
