@@ -102,19 +102,16 @@ struct DecodeParams {
 
 // What is kept of every page of a sparse layer; see bicl/sparse/index.py.
 struct PageIndex {
-  void* vectors;  // [num_pages][num_kv_heads][planes][dims], contiguous
+  void* vectors;  // [num_pages][num_kv_heads][2][dims], contiguous
   DType dtype;    // float16 or bfloat16
-  int planes;     // 2: minimum and maximum of each dim over the page's keys; 1: their mean gated direction
-  int dims;       // multiple of 8
+  int dims;       // planes of a row are 2: minimum and maximum of each dim over the page's keys; a multiple of 8
 };
 
 struct IndexPagesParams {
   Pages pages;
   PageIndex index;
-  const int64_t* slots;    // [num_tokens]; the last slot of a page says that it is complete; negative: skip
-  const void* key_weight;  // [dims][head_dim], contiguous, the index's dtype; null where planes is 2
+  const int64_t* slots;  // [num_tokens]; the last slot of a page says that it is complete; negative: skip
   int num_tokens;
-  int head_dim;
   bool pdl;
 };
 
@@ -123,7 +120,9 @@ struct SelectionRule {
   int max_k, first, recent, floor;
 };
 
-enum class Combine : int { kMax, kSum };
+// How the query heads of a KV head agree: the greatest score, the sum, or the sum of each head's softmax over the
+// pages that compete.
+enum class Combine : int { kMax, kSum, kSoftmax };
 
 // Scoring, selection, or both: what a step has no use for is null.
 struct TilesParams {
@@ -131,8 +130,9 @@ struct TilesParams {
   const void* query;         // [batch][num_q_heads][head_dim] of the index's dtype; rows 16-byte aligned
   int64_t query_token_stride, query_head_stride;
   PageIndex index;
-  const void* query_weight;  // [index.dims][head_dim], contiguous; null where index.planes is 2
-  float* scores;             // [batch][num_kv_heads][max_pages]: written if scoring alone, read if selecting alone
+  const float* weights;      // [2][index.dims]: of the boxes' centres and of their half widths
+  float scale;               // of the attention scores
+  float* scores;             // [batch][num_q_heads][max_pages]: written if scoring alone, read if selecting alone
   const float* sparsity;     // [batch]
   int32_t* selected;         // [batch][num_kv_heads][max_pages] page ids, ascending in position
   int32_t* positions;        // the same shape, where they stand in the sequence; or null
@@ -140,7 +140,7 @@ struct TilesParams {
   SelectionRule rule;
   Combine combine;
   int page_size, max_pages;
-  int num_q_heads, num_kv_heads, head_dim;
+  int num_q_heads, num_kv_heads;
   int num_sms;
   bool pdl;
   bool late_input;    // with pdl: the kernel ahead writes more of what is read than the query

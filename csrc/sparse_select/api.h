@@ -11,17 +11,15 @@ inline DType check_index_dtype(const TensorView& t, const char* name) {
   return dtype;
 }
 
-// vectors [num_pages, H, planes, dims], planes 1 or 2.
+// vectors [num_pages, H, 2, dims].
 inline PageIndex index_of(const TensorView& vectors, int device) {
   check_cuda(vectors, "vectors", device);
-  check_shape(vectors, "vectors", {-1, -1, -1, -1});
+  check_shape(vectors, "vectors", {-1, -1, 2, -1});
   check_contiguous(vectors, "vectors");
   PageIndex index;
   index.vectors = vectors.data_ptr();
   index.dtype = check_index_dtype(vectors, "vectors");
-  index.planes = static_cast<int>(vectors.size(2));
   index.dims = static_cast<int>(vectors.size(3));
-  BICL_CHECK(index.planes == 1 || index.planes == 2) << "vectors has " << index.planes << " planes; 1 or 2 are needed";
   BICL_CHECK(index.dims > 0 && index.dims % 8 == 0 && index.dims <= 256)
       << "vectors has " << index.dims << " dims; a multiple of 8 up to 256 is needed";
   BICL_CHECK(reinterpret_cast<uintptr_t>(index.vectors) % 16 == 0) << "vectors must be 16-byte aligned";
@@ -35,7 +33,7 @@ inline void index_pages_api(TensorView pages, TensorView vectors, TensorView slo
   p.pages = pages_of(pages, page_size, k_scale, 1.0);
   const int device = pages.device().device_id;
   p.index = index_of(vectors, device);
-  check_shape(vectors, "vectors", {p.pages.num_pages, p.pages.num_kv_heads, -1, -1});
+  check_shape(vectors, "vectors", {p.pages.num_pages, p.pages.num_kv_heads, 2, -1});
   BICL_CHECK(p.index.dims <= p.pages.padded_head_dim)
       << "vectors has " << p.index.dims << " dims, the pages have " << p.pages.padded_head_dim;
   check_cuda(slots, "slots", device);
@@ -44,9 +42,7 @@ inline void index_pages_api(TensorView pages, TensorView vectors, TensorView slo
   check_contiguous(slots, "slots");
   BICL_CHECK(k_scale > 0) << "k_scale is " << k_scale << "; a positive number is needed";
   p.slots = static_cast<const int64_t*>(slots.data_ptr());
-  p.key_weight = nullptr;
   p.num_tokens = static_cast<int>(slots.size(0));
-  p.head_dim = p.index.dims;
   p.pdl = pdl && device_info(device).major >= 9;
   DeviceGuard guard(device);
   index_pages(p, current_stream(device));
@@ -67,33 +63,40 @@ inline void set_sequences(TilesParams& p, const TensorView& page_table, const Te
   p.num_sms = device_info(device).num_sms;
 }
 
-inline void set_query(TilesParams& p, const TensorView& query, const TensorView& vectors, int64_t combine, int device) {
+inline void set_query(TilesParams& p, const TensorView& query, const TensorView& vectors, const TensorView& weights,
+                      double scale, int device) {
   p.index = index_of(vectors, device);
-  check_shape(vectors, "vectors", {-1, p.num_kv_heads, -1, -1});
+  check_shape(vectors, "vectors", {-1, p.num_kv_heads, 2, -1});
   check_cuda(query, "query", device);
-  check_shape(query, "query", {p.sequences.batch, -1, -1});
+  check_shape(query, "query", {p.sequences.batch, -1, p.index.dims});
   check_rows(query, "query");
   BICL_CHECK(dtype_of(query, "query") == p.index.dtype) << "query must have the index's dtype";
   p.num_q_heads = static_cast<int>(query.size(1));
-  p.head_dim = static_cast<int>(query.size(2));
   BICL_CHECK(p.num_q_heads > 0 && p.num_q_heads % p.num_kv_heads == 0)
       << p.num_q_heads << " query heads do not divide among " << p.num_kv_heads << " KV heads";
-  BICL_CHECK(p.index.planes != 2 || p.head_dim == p.index.dims)
-      << "query has head_dim " << p.head_dim << ", the index " << p.index.dims;
-  BICL_CHECK(combine == 0 || combine == 1) << "combine is " << combine << "; 0 (max) or 1 (sum) is needed";
-  p.combine = static_cast<Combine>(combine);
+  check_cuda(weights, "weights", device);
+  check_shape(weights, "weights", {2, p.index.dims});
+  check_contiguous(weights, "weights");
+  BICL_CHECK(dtype_of(weights, "weights") == DType::kFloat32) << "weights must be float32";
+  p.weights = static_cast<const float*>(weights.data_ptr());
+  BICL_CHECK(scale > 0 && scale < 1e30) << "scale is " << scale << "; a positive finite number is needed";
+  p.scale = static_cast<float>(scale);
   p.query = query.data_ptr();
   p.query_token_stride = query.stride(0);
   p.query_head_stride = query.stride(1);
   BICL_CHECK(reinterpret_cast<uintptr_t>(p.query) % 16 == 0 && p.query_token_stride % 8 == 0 &&
              p.query_head_stride % 8 == 0)
       << "query rows must be 16-byte aligned";
-  p.query_weight = nullptr;
+}
+
+inline Combine combine_of(int64_t combine) {
+  BICL_CHECK(combine >= 0 && combine <= 2) << "combine is " << combine << "; 0 (max), 1 (sum) or 2 (softmax) is needed";
+  return static_cast<Combine>(combine);
 }
 
 inline float* scores_of(const TilesParams& p, const TensorView& scores, int device) {
   check_cuda(scores, "scores", device);
-  check_shape(scores, "scores", {p.sequences.batch, p.num_kv_heads, p.max_pages});
+  check_shape(scores, "scores", {p.sequences.batch, p.num_q_heads, p.max_pages});
   check_contiguous(scores, "scores");
   BICL_CHECK(dtype_of(scores, "scores") == DType::kFloat32) << "scores must be float32";
   return static_cast<float*>(scores.data_ptr());
@@ -127,14 +130,14 @@ inline void set_selection(TilesParams& p, const TensorView& selected, const Tens
   p.rule.floor = static_cast<int>(floor);
 }
 
-// scores float32 [B, H, max_pages]: one score a page; infinity for the first and recent ones.
-inline void score_tiles_api(TensorView scores, TensorView query, TensorView vectors, TensorView page_table,
-                            TensorView cache_seqlens, int64_t page_size, int64_t first, int64_t recent,
-                            int64_t combine, bool pdl) {
+// scores float32 [B, num_q_heads, max_pages]: what stands at a sequence's last page, or past it, means nothing.
+inline void score_tiles_api(TensorView scores, TensorView query, TensorView vectors, TensorView weights,
+                            TensorView page_table, TensorView cache_seqlens, int64_t page_size, double scale,
+                            bool pdl) {
   TilesParams p = {};
   const int device = vectors.device().device_id;
-  set_sequences(p, page_table, cache_seqlens, vectors.size(1), page_size, first, recent, device);
-  set_query(p, query, vectors, combine, device);
+  set_sequences(p, page_table, cache_seqlens, vectors.size(1), page_size, 0, 1, device);
+  set_query(p, query, vectors, weights, scale, device);
   p.scores = scores_of(p, scores, device);
   p.pdl = pdl;
   p.late_input = true;
@@ -142,16 +145,22 @@ inline void score_tiles_api(TensorView scores, TensorView query, TensorView vect
   score_tiles(p, device, current_stream(device));
 }
 
-// selected, positions int32 [B, H, max_pages]; selected_seqlens int32 [B]; sparsity float32 [B].
+// selected, positions int32 [B, H, max_pages]; selected_seqlens int32 [B]; sparsity float32 [B]; scores as above.
 inline void select_tiles_api(TensorView selected, TensorView selected_seqlens, Optional<TensorView> positions,
                              TensorView scores, TensorView page_table, TensorView cache_seqlens, TensorView sparsity,
-                             int64_t page_size, int64_t max_k, int64_t first, int64_t recent, int64_t floor, bool pdl) {
+                             int64_t page_size, int64_t max_k, int64_t first, int64_t recent, int64_t floor,
+                             int64_t combine, bool pdl) {
   TilesParams p = {};
   const int device = scores.device().device_id;
-  BICL_CHECK(scores.ndim() == 3) << "scores must have shape [B, H, max_pages]";
-  set_sequences(p, page_table, cache_seqlens, scores.size(1), page_size, first, recent, device);
+  BICL_CHECK(scores.ndim() == 3) << "scores must have shape [B, num_q_heads, max_pages]";
+  BICL_CHECK(selected.ndim() == 3) << "selected must have shape [B, H, max_pages]";
+  set_sequences(p, page_table, cache_seqlens, selected.size(1), page_size, first, recent, device);
   set_selection(p, selected, selected_seqlens, positions, sparsity, max_k, floor, device);
+  p.num_q_heads = static_cast<int>(scores.size(1));
+  BICL_CHECK(p.num_kv_heads > 0 && p.num_q_heads % p.num_kv_heads == 0)
+      << p.num_q_heads << " query heads do not divide among " << p.num_kv_heads << " KV heads";
   p.scores = scores_of(p, scores, device);
+  p.combine = combine_of(combine);
   p.pdl = pdl;
   p.late_input = true;
   DeviceGuard guard(device);
@@ -161,14 +170,16 @@ inline void select_tiles_api(TensorView selected, TensorView selected_seqlens, O
 // Both at once. pdl: 0 off; 1: the kernel ahead writes nothing that is read but the query and the newest pages'
 // index; 2: it may write anything.
 inline void choose_tiles_api(TensorView selected, TensorView selected_seqlens, Optional<TensorView> positions,
-                             TensorView query, TensorView vectors, TensorView page_table, TensorView cache_seqlens,
-                             TensorView sparsity, int64_t page_size, int64_t max_k, int64_t first, int64_t recent,
-                             int64_t floor, int64_t combine, int64_t pdl, int64_t force_cluster) {
+                             TensorView query, TensorView vectors, TensorView weights, TensorView page_table,
+                             TensorView cache_seqlens, TensorView sparsity, int64_t page_size, int64_t max_k,
+                             int64_t first, int64_t recent, int64_t floor, int64_t combine, double scale, int64_t pdl,
+                             int64_t force_cluster) {
   TilesParams p = {};
   const int device = vectors.device().device_id;
   set_sequences(p, page_table, cache_seqlens, vectors.size(1), page_size, first, recent, device);
-  set_query(p, query, vectors, combine, device);
+  set_query(p, query, vectors, weights, scale, device);
   set_selection(p, selected, selected_seqlens, positions, sparsity, max_k, floor, device);
+  p.combine = combine_of(combine);
   p.pdl = pdl > 0;
   p.late_input = pdl > 1;
   p.force_cluster = static_cast<int>(force_cluster);

@@ -17,8 +17,6 @@ namespace {
 
 using TilesKernel = void (*)(TilesKernelParams);
 
-constexpr int kMaxCluster = 16;
-
 template <typename T>
 TilesKernel tiles_kernel_for(Work work, int blocks) {
   switch (work) {
@@ -73,40 +71,47 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   TilesKernelParams k;
   k.p = p;
   k.p.pdl = p.pdl && info.major >= 9;
-  k.group = work == Work::kSelect ? 1 : p.num_q_heads / p.num_kv_heads;
-  const int blocks = k.group <= 8 ? 1 : 2;
+  k.group = p.num_q_heads / p.num_kv_heads;
+  const int blocks = k.group <= 8 || work == Work::kSelect ? 1 : 2;
   k.turns = (k.group + 8 * blocks - 1) / (8 * blocks);
-  k.steps = work == Work::kSelect ? 0 : (p.index.planes * p.index.dims + 31) / 32;
+  k.steps = (2 * p.index.dims + 31) / 32;
   k.heads = FastDiv(p.num_kv_heads);
   const TilesKernel kernel = p.index.dtype == DType::kBFloat16 ? tiles_kernel_for<__nv_bfloat16>(work, blocks)
                                                                : tiles_kernel_for<__half>(work, blocks);
-  const int vectors = work == Work::kSelect ? 0 : k.turns * blocks;
+  allow(kernel, device, info);
   LaunchConfig config;
   config.block = dim3(kThreads);
-  config.shared_bytes = vectors * (k.steps * 32 * 16 + 32) + (work == Work::kScore ? 0 : 6 * p.max_pages + 16);
   config.pdl = k.p.pdl;
   config.stream = stream;
-  if (config.shared_bytes + static_cast<int>(sizeof(TopKScratch)) + 1024 > info.max_shared_bytes)
-    throw std::runtime_error("sparse_select: page tables of " + std::to_string(p.max_pages) + " pages and " +
-                             std::to_string(k.group) + " query heads a KV head need " +
-                             std::to_string(config.shared_bytes) + " bytes of shared memory; this card has " +
-                             std::to_string(info.max_shared_bytes) + "; lower the maximum length");
-  allow(kernel, device, info);
   const int pairs = p.sequences.batch * p.num_kv_heads;
-  int splits = 1;
+  const auto split = [&](int splits) {
+    const int row_groups = (p.max_pages + kRows - 1) / kRows;
+    k.splits = FastDiv(splits);
+    k.row_stride = (row_groups + splits - 1) / splits * kRows + 4;  // + 4: no bank conflicts among a quad's heads
+    config.cluster = work == Work::kChoose ? splits : 1;
+    config.grid = dim3(pairs * splits);
+    config.shared_bytes = TilesShared::bytes(k, blocks, work);
+    return config.shared_bytes + static_cast<int>(sizeof(TopKScratch)) + 1024 <= info.max_shared_bytes;
+  };
+  bool fits = false;
   if (work == Work::kScore) {
     const int most = (p.max_pages + kRows * kWarps - 1) / (kRows * kWarps);
-    splits = std::max(1, std::min(most, 2 * p.num_sms / pairs));
-  } else if (work == Work::kChoose && info.major == 9) {
-    // Every CTA at once, two an SM.
-    for (splits = kMaxCluster; splits > 1; splits /= 2) {
-      config.cluster = splits;
-      if (p.force_cluster ? splits <= p.force_cluster : active_clusters(kernel, config, device) >= pairs) break;
-    }
-    config.cluster = splits;
+    fits = split(std::max(1, std::min(most, 2 * p.num_sms / pairs)));
+  } else if (work == Work::kSelect || info.major != 9) {
+    fits = split(1);
+  } else if (p.force_cluster) {
+    fits = split(p.force_cluster);
+  } else {
+    // As many CTAs a cluster as run at once. A long sequence's scores may need more.
+    int splits = kMaxCluster;
+    while (splits > 1 && !(split(splits) && active_clusters(kernel, config, device) >= pairs)) splits /= 2;
+    while (!(fits = split(splits)) && splits < 8) splits *= 2;
   }
-  k.splits = FastDiv(splits);
-  config.grid = dim3(pairs * splits);
+  if (!fits)
+    throw std::runtime_error("sparse_select: page tables of " + std::to_string(p.max_pages) + " pages with " +
+                             std::to_string(k.group) + " query heads a KV head need " +
+                             std::to_string(config.shared_bytes) + " bytes of shared memory; this card has " +
+                             std::to_string(info.max_shared_bytes) + " a block: lower the maximum length");
   launch(kernel, config, k);
 }
 

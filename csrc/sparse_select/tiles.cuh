@@ -1,100 +1,77 @@
 // Which pages a decode step reads: scores of all pages of a (sequence, KV head) against its queries, and the best.
 //
-//   score   every page's index row times the query heads of the group, folded into one score a page
-//   select  first and recent pages, and the best of the rest, ascending in position
-//   choose  both in one launch: the CTAs of a cluster score a share each and send it to the first, which selects
+//   score    a query head's score of a page: what it would weigh if its keys filled the box of its index row,
+//            scale * sum_d (a_d q_d centre_d + w_d |q_d| half_d), which is one product of the row (minima, maxima)
+//            with coefficients of the query
+//   combine  the heads of a group agree on one score a page
+//   select   first and recent pages, and the best of the rest, ascending in position
 //
-// Memory-bound: the index is read once. Everything is read on the device: a captured launch is right for any lengths.
+// Choosing does all three in one launch: the CTAs of a cluster score a share of the pages each and send what they
+// agreed on to the first, which selects. The index is read once; its bytes are the floor. Everything is read on the
+// device: a captured launch is right for any lengths.
 #pragma once
 
 #include "../common/fast_div.h"
 #include "dot.cuh"
+#include "peers.cuh"
 #include "topk.cuh"
 
 namespace bicl::sparse {
+
+constexpr float kLog2e = 1.4426950408889634f;
 
 enum class Work { kScore, kSelect, kChoose };
 
 struct TilesKernelParams {
   TilesParams p;
-  FastDiv heads;     // KV heads
-  FastDiv splits;    // CTAs a (sequence, KV head)
-  int group;         // query heads of one KV head
-  int turns;         // blocks of 8 kBlocks query heads
-  int steps;         // of 4 pieces, in an index row
+  FastDiv heads;   // KV heads
+  FastDiv splits;  // CTAs a (sequence, KV head)
+  int group;       // query heads of one KV head
+  int turns;       // blocks of 8 kBlocks query heads
+  int steps;       // of 4 pieces, in an index row
+  int row_stride;  // of a head's scores in shared memory
 };
 
-// --- combining the scores of a group -----------------------------------------------------------------------------
-__device__ __forceinline__ float fold(Combine combine, float a, float b) {
-  return combine == Combine::kMax ? fmaxf(a, b) : a + b;
-}
-__device__ __forceinline__ float neutral(Combine combine) { return combine == Combine::kMax ? -INFINITY : 0.f; }
-
-// --- the cluster's CTAs, where there are several -----------------------------------------------------------------
-struct Peers {
-  int count, rank;
-
-  __device__ void arrive_started() const {
-#if __CUDA_ARCH__ >= 900
-    if (count == 1) return;
-    __syncwarp();
-    ptx::cluster_arrive_relaxed();
-#endif
-  }
-  __device__ void wait_started() const {
-#if __CUDA_ARCH__ >= 900
-    if (count == 1) return;
-    __syncwarp();
-    ptx::cluster_wait();
-#endif
-  }
-  // Into the first CTA's copy of `target`, visible there after join().
-  __device__ void send(uint32_t* target, uint32_t value) const {
-#if __CUDA_ARCH__ >= 900
-    if (count > 1) {
-      ptx::store_cluster(ptx::map_shared(ptx::smem_address(target), 0), value);
-      return;
-    }
-#endif
-    *target = value;
-  }
-  // The first CTA waits for the others, which may end.
-  __device__ void join() const {
-#if __CUDA_ARCH__ >= 900
-    if (count > 1) {
-      __syncwarp();
-      ptx::cluster_arrive();
-      if (rank == 0) ptx::cluster_wait();
-      return;
-    }
-#endif
-    __syncthreads();
-  }
-};
-
-// Shared memory of a CTA: query vectors, then keys and list of max_pages entries each.
+// Shared memory beside TopKScratch.
 struct TilesShared {
-  uint4* vectors;   // [turns * blocks][steps][lane]
-  float* factors;   // [turns * blocks * 8] of each query head's scores
-  uint32_t* keys;
-  uint16_t* list;
+  uint4* vectors;  // [turns * blocks][steps][lane], the coefficients
+  float* weights;  // [2][dims]
+  float2* stats;   // [cluster][group]: greatest score and sum of a CTA's share
+  float* factors;  // [group]
+  float* scores;   // [group][row_stride] of the CTA's share
+  uint32_t* keys;  // [max_pages]
+  uint16_t* list;  // [max_pages]
+
+  __host__ __device__ static int vector_count(const TilesKernelParams& k, int blocks, Work work) {
+    return work == Work::kSelect ? 0 : k.turns * blocks * k.steps * 32;
+  }
+  static int bytes(const TilesKernelParams& k, int blocks, Work work) {
+    int bytes = vector_count(k, blocks, work) * 16 + 2 * k.p.index.dims * 4;
+    if (work != Work::kScore)
+      bytes += k.group * (kMaxCluster * 8 + 4 + k.row_stride * 4) + k.p.max_pages * 6;
+    return bytes;
+  }
+  __device__ __forceinline__ TilesShared(char* base, const TilesKernelParams& k, int blocks, Work work) {
+    vectors = reinterpret_cast<uint4*>(base);
+    stats = reinterpret_cast<float2*>(vectors + vector_count(k, blocks, work));
+    weights = reinterpret_cast<float*>(stats + (work == Work::kScore ? 0 : kMaxCluster * k.group));
+    factors = weights + 2 * k.p.index.dims;
+    scores = factors + k.group;
+    keys = reinterpret_cast<uint32_t*>(scores + k.group * k.row_stride);
+    list = reinterpret_cast<uint16_t*>(keys + k.p.max_pages);
+  }
 };
 
 template <typename T, int kBlocks, Work kWork>
 class TilesCta {
  public:
-  __device__ TilesCta(const TilesKernelParams& k, char* shared)
-      : k_(k), p_(k.p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {
+  __device__ __forceinline__ TilesCta(const TilesKernelParams& k, char* shared)
+      : k_(k), p_(k.p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), shared_(shared, k, kBlocks, kWork) {
     uint32_t head, rank;
     const uint32_t pair = k.splits.divide(blockIdx.x, rank);
     sequence_ = k.heads.divide(pair, head);
     head_ = head;
     peers_ = {static_cast<int>(k.splits.divisor), static_cast<int>(rank)};
-    const int vectors = kWork == Work::kSelect ? 0 : k.turns * kBlocks;
-    shared_.vectors = reinterpret_cast<uint4*>(shared);
-    shared_.factors = reinterpret_cast<float*>(shared_.vectors + vectors * k.steps * 32);
-    shared_.keys = reinterpret_cast<uint32_t*>(shared_.factors + vectors * 8);
-    shared_.list = reinterpret_cast<uint16_t*>(shared_.keys + p_.max_pages);
   }
 
   __device__ __forceinline__ void run(TopKScratch& scratch) {
@@ -103,19 +80,18 @@ class TilesCta {
     if (kWork == Work::kChoose) peers_.arrive_started();
     read_lengths();
     if (kWork != Work::kScore && keep_ == count_) {
-      keep_all();
       if (kWork == Work::kChoose) peers_.wait_started();
+      keep_all();
       return;
     }
-    if (kWork != Work::kSelect) score();
-    if (kWork == Work::kScore) return;
     if (kWork == Work::kSelect) read_scores();
-    if (kWork == Work::kChoose) {
-      mark_always();
-      peers_.join();
-      if (peers_.rank > 0) return;
-    }
-    select(scratch);
+    else score();
+    if (kWork == Work::kScore) return;
+    if (kWork == Work::kChoose) peers_.wait_started();
+    if (p_.combine == Combine::kSoftmax) normalise();
+    combine();
+    peers_.join();
+    if (peers_.rank == 0) select(scratch);
   }
 
  private:
@@ -125,6 +101,9 @@ class TilesCta {
     count_ = min((length_ + p_.page_size - 1) / p_.page_size, p_.max_pages);
     first_scored_ = min(p_.rule.first, count_);
     end_scored_ = max(first_scored_, count_ - p_.rule.recent);
+    const int groups = (count_ + kRows - 1) / kRows;
+    begin_ = groups * peers_.rank / peers_.count * kRows;
+    end_ = min(groups * (peers_.rank + 1) / peers_.count * kRows, count_);
     if (kWork == Work::kScore) return;
     const float share = p_.sparsity[sequence_];
     // tiles_to_keep(): each operation rounded, as there.
@@ -136,8 +115,12 @@ class TilesCta {
   __device__ __forceinline__ const int32_t* table() const {
     return p_.sequences.page_table + sequence_ * p_.sequences.page_table_stride;
   }
+  // Row of the selection, and first row of the group's scores.
   __device__ __forceinline__ int64_t row() const {
     return (static_cast<int64_t>(sequence_) * p_.num_kv_heads + head_) * p_.max_pages;
+  }
+  __device__ __forceinline__ float* scores_of(int query_head) const {
+    return p_.scores + row() * k_.group + static_cast<int64_t>(query_head) * p_.max_pages;
   }
 
   // --- scores ------------------------------------------------------------------------------------------------------
@@ -150,31 +133,28 @@ class TilesCta {
     return position >= first_scored_ && position < end_scored_ ? table()[position] : -1;
   }
   __device__ __forceinline__ Sources sources(int32_t page) const {
-    const int64_t dims = p_.index.planes * p_.index.dims;
-    const auto* base = static_cast<const uint16_t*>(p_.index.vectors) + head_ * dims;
-    const auto at = [&](int32_t id) { return id < 0 ? nullptr : base + id * (p_.num_kv_heads * dims); };
+    const int64_t row = 2 * p_.index.dims;
+    const auto* base = static_cast<const uint16_t*>(p_.index.vectors) + head_ * row;
+    const auto at = [&](int32_t id) { return id < 0 ? nullptr : base + id * (p_.num_kv_heads * row); };
     return {at(__shfl_sync(~0u, page, lane_ / 4)), at(__shfl_sync(~0u, page, lane_ / 4 + 8))};
   }
 
   __device__ __forceinline__ void score() {
-    const int pieces = p_.index.planes * p_.index.dims / kPieceElements;
-    const int groups = (count_ + kRows - 1) / kRows;
-    const int begin = groups * peers_.rank / peers_.count, end = groups * (peers_.rank + 1) / peers_.count;
-    int group = begin + warp_;
-    int32_t page = group < end ? page_at(group * kRows) : -1;
+    const int pieces = 2 * p_.index.dims / kPieceElements;
+    int first = begin_ + warp_ * kRows;
+    Sources from = sources(first < end_ ? page_at(first) : -1);
     RowPieces rows;
-    Sources from = sources(page);
     // On their way while the query is still being written.
     load_rows(rows, from.upper, from.lower, 0, pieces, lane_);
-    if (p_.pdl) ptx::grid_dependency_wait();
-    put_query();
+    for (int i = threadIdx.x; i < 2 * p_.index.dims; i += kThreads) shared_.weights[i] = p_.weights[i];
     __syncthreads();
-    if (kWork == Work::kChoose) peers_.wait_started();
+    if (p_.pdl) ptx::grid_dependency_wait();
+    put_coefficients();
+    __syncthreads();
 #pragma unroll 1
-    while (group < end) {
-      const int next = group + kWarps;
-      const int32_t next_page = next < end ? page_at(next * kRows) : -1;
-      float upper = neutral(p_.combine), lower = upper;
+    while (first < end_) {
+      const int next = first + kWarps * kRows;
+      const int32_t next_page = next < end_ ? page_at(next) : -1;
 #pragma unroll 1
       for (int turn = 0; turn < k_.turns; ++turn) {
         float acc[kBlocks][4] = {};
@@ -184,104 +164,119 @@ class TilesCta {
           multiply<T, kBlocks>(acc, rows, shared_.vectors + (turn * kBlocks * k_.steps + step) * 32, k_.steps * 32,
                                k_.steps - step, lane_);
         }
-        fold_heads(acc, turn, upper, lower);
+        put_scores(acc, turn * kBlocks * 8, first);
       }
-      put_scores(group * kRows, upper, lower);
-      group = next;
+      first = next;
       from = sources(next_page);
       load_rows(rows, from.upper, from.lower, 0, pieces, lane_);
     }
-  }
-
-  // Heads beyond the group do not count.
-  __device__ __forceinline__ void fold_heads(const float (&acc)[kBlocks][4], int turn, float& upper,
-                                             float& lower) const {
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int query_head = (turn * kBlocks + n) * 8 + lane_ % 4 * 2 + i;
-        if (query_head >= k_.group) continue;
-        const float factor = p_.index.planes == 2 ? 1.f : shared_.factors[query_head];
-        upper = fold(p_.combine, upper, acc[n][i] * factor);
-        lower = fold(p_.combine, lower, acc[n][i + 2] * factor);
-      }
-  }
-
-  // The quad's parts together; lanes 4 g and 4 g + 1 write rows g and g + 8.
-  __device__ __forceinline__ void put_scores(int first, float upper, float lower) const {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      upper = fold(p_.combine, upper, __shfl_xor_sync(~0u, upper, step));
-      lower = fold(p_.combine, lower, __shfl_xor_sync(~0u, lower, step));
-    }
-    const int t = lane_ % 4, position = first + lane_ / 4 + 8 * t;
-    if (t > 1 || position >= count_) return;
-    const float value = t == 0 ? upper : lower;
-    const bool scored = position >= first_scored_ && position < end_scored_;
-    if (kWork == Work::kScore) p_.scores[row() + position] = scored ? value : INFINITY;
-    else if (scored) peers_.send(shared_.keys + position, key_of(value));
-  }
-
-  __device__ __forceinline__ void mark_always() const {
-    if (peers_.rank > 0) return;
-    for (int i = threadIdx.x; i < first_scored_; i += kThreads) shared_.keys[i] = kAlways;
-    for (int i = end_scored_ + threadIdx.x; i < count_; i += kThreads) shared_.keys[i] = kAlways;
-  }
-
-  __device__ __forceinline__ void read_scores() const {
-    const float* scores = p_.scores + row();
-    for (int i = threadIdx.x; i < count_; i += kThreads)
-      shared_.keys[i] = i >= first_scored_ && i < end_scored_ ? key_of(scores[i]) : kAlways;
     __syncthreads();
   }
 
-  // --- the query as vectors for multiply() ---------------------------------------------------------------------------
-  __device__ __forceinline__ void put_query() const { put_bounds_query(); }
+  __device__ __forceinline__ void put_scores(const float (&acc)[kBlocks][4], int first_head, int first) const {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int query_head = first_head + 8 * n + lane_ % 4 * 2 + i % 2;
+        const int position = first + lane_ / 4 + i / 2 * 8;
+        if (query_head >= k_.group || position >= count_) continue;
+        if (kWork == Work::kScore) scores_of(query_head)[position] = acc[n][i];
+        else shared_.scores[query_head * k_.row_stride + position - begin_] = acc[n][i];
+      }
+  }
 
-  // An upper bound of q . k over a page: its minimum where a dim of the query is negative, its maximum elsewhere.
-  __device__ __forceinline__ void put_bounds_query() const {
-    const auto* query = static_cast<const uint16_t*>(p_.query) + sequence_ * p_.query_token_stride;
-    const int half = p_.index.dims / kPieceElements, total = k_.turns * kBlocks * k_.steps * 32;
-    for (int i = threadIdx.x; i < total; i += kThreads) {
+  __device__ __forceinline__ void read_scores() const {
+    for (int query_head = 0; query_head < k_.group; ++query_head)
+      for (int i = threadIdx.x; i < count_; i += kThreads)
+        shared_.scores[query_head * k_.row_stride + i] = scores_of(query_head)[i];
+    __syncthreads();
+  }
+
+  // The queries of the group as vectors for multiply(): of each dim, scale (a q - w |q|) / 2 for the minimum and
+  // scale (a q + w |q|) / 2 for the maximum.
+  __device__ __forceinline__ void put_coefficients() const {
+    const auto* query = static_cast<const T*>(p_.query) + sequence_ * p_.query_token_stride;
+    const int dims = p_.index.dims, half = dims / kPieceElements;
+    for (int i = threadIdx.x; i < TilesShared::vector_count(k_, kBlocks, kWork); i += kThreads) {
       const int lane = i % 32, step = i / 32 % k_.steps, block = i / (32 * k_.steps);
       const int query_head = block * 8 + lane / 4;
       int piece = 4 * step + lane % 4;
-      const bool maximum = piece >= half;
-      if (maximum) piece -= half;
-      uint4 value = make_uint4(0, 0, 0, 0);
+      const float sign = piece < half ? -0.5f : 0.5f;
+      if (piece >= half) piece -= half;
+      alignas(16) T values[kPieceElements] = {};
       if (query_head < k_.group && piece < half) {
-        value = *reinterpret_cast<const uint4*>(
-            query + static_cast<int64_t>(head_ * k_.group + query_head) * p_.query_head_stride +
-            piece * kPieceElements);
-        uint32_t* words = reinterpret_cast<uint32_t*>(&value);
+        const int dim = piece * kPieceElements;
+        const uint4 raw = *reinterpret_cast<const uint4*>(
+            query + static_cast<int64_t>(head_ * k_.group + query_head) * p_.query_head_stride + dim);
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          // All ones in the halves whose sign bit is set.
-          const uint32_t negative = (words[w] >> 15 & 0x10001u) * 0xffffu;
-          words[w] &= maximum ? ~negative : negative;
+        for (int j = 0; j < kPieceElements; ++j) {
+          const float q = to_float(reinterpret_cast<const T*>(&raw)[j]);
+          const float centre = shared_.weights[dim + j] * q, spread = shared_.weights[dims + dim + j] * fabsf(q);
+          values[j] = from_float<T>(p_.scale * (0.5f * centre + sign * spread));
         }
       }
-      shared_.vectors[i] = value;
+      shared_.vectors[i] = *reinterpret_cast<const uint4*>(values);
+    }
+  }
+
+  // --- combining -----------------------------------------------------------------------------------------------------
+  // Pages of this CTA's share that compete.
+  __device__ __forceinline__ int begin_scored() const { return max(begin_, first_scored_); }
+  __device__ __forceinline__ int end_scored() const { return min(end_, end_scored_); }
+
+  // Each head's scores to exp(score - greatest of the share), and the factor that makes them its softmax over all
+  // pages that compete. A warp a head.
+  __device__ __forceinline__ void normalise() const {
+    for (int query_head = warp_; query_head < k_.group; query_head += kWarps) {
+      float* scores = shared_.scores + query_head * k_.row_stride - begin_;
+      float most = -INFINITY, sum = 0.f;
+      for (int i = begin_scored() + lane_; i < end_scored(); i += 32) most = fmaxf(most, scores[i]);
+      most = warp_max(most);
+      for (int i = begin_scored() + lane_; i < end_scored(); i += 32) {
+        const float weight = ptx::exp2_approx((scores[i] - most) * kLog2e);
+        scores[i] = weight;
+        sum += weight;
+      }
+      sum = warp_sum(sum);
+      if (lane_ < peers_.count) peers_.send(&shared_.stats[peers_.rank * k_.group + query_head], most, sum, lane_);
+    }
+    peers_.exchange();
+    for (int query_head = warp_; query_head < k_.group; query_head += kWarps) {
+      const float2 part =
+          lane_ < peers_.count ? shared_.stats[lane_ * k_.group + query_head] : make_float2(-INFINITY, 0.f);
+      const float most = warp_max(part.x);
+      const float all = warp_sum(part.x == -INFINITY ? 0.f : part.y * ptx::exp2_approx((part.x - most) * kLog2e));
+      const float own = __shfl_sync(~0u, part.x, peers_.rank);
+      if (lane_ == 0) shared_.factors[query_head] = ptx::exp2_approx((own - most) * kLog2e) / all;
+    }
+    __syncthreads();
+  }
+
+  // One key a page, to the first CTA.
+  __device__ __forceinline__ void combine() const {
+    const float* scores = shared_.scores - begin_;
+    const int stride = k_.row_stride;
+    for (int i = begin_ + threadIdx.x; i < end_; i += kThreads) {
+      uint32_t key = kAlways;
+      if (i >= first_scored_ && i < end_scored_) {
+        float all = p_.combine == Combine::kMax ? -INFINITY : 0.f;
+        for (int h = 0; h < k_.group; ++h) {
+          const float score = scores[h * stride + i];
+          if (p_.combine == Combine::kMax) all = fmaxf(all, score);
+          else all += p_.combine == Combine::kSum ? score : score * shared_.factors[h];
+        }
+        key = key_of(all);
+      }
+      peers_.send(shared_.keys + i, key, 0);
     }
   }
 
   // --- selection -----------------------------------------------------------------------------------------------------
   __device__ __forceinline__ void keep_all() const {
     if (p_.pdl) ptx::grid_dependency_wait();  // the kernels ahead may still read what this one writes
-    for (int i = peers_.rank * kThreads + threadIdx.x; i < count_; i += peers_.count * kThreads) put(i, i);
+    for (int i = begin_ + threadIdx.x; i < end_; i += kThreads) put(i, i);
     put_length();
-  }
-
-  // Every head of a sequence keeps as many pages, the last one always.
-  __device__ __forceinline__ void put_length() const {
-    if (head_ == 0 && peers_.rank == 0 && threadIdx.x == 0)
-      p_.selected_seqlens[sequence_] = length_ - (count_ - keep_) * p_.page_size;
-  }
-
-  __device__ __forceinline__ void put(int index, int position) const {
-    p_.selected[row() + index] = table()[position];
-    if (p_.positions != nullptr) p_.positions[row() + index] = position;
   }
 
   __device__ __forceinline__ void select(TopKScratch& scratch) const {
@@ -292,14 +287,26 @@ class TilesCta {
     put_length();
   }
 
+  __device__ __forceinline__ void put(int index, int position) const {
+    p_.selected[row() + index] = table()[position];
+    if (p_.positions != nullptr) p_.positions[row() + index] = position;
+  }
+
+  // Every head of a sequence keeps as many pages, the last one always.
+  __device__ __forceinline__ void put_length() const {
+    if (head_ == 0 && peers_.rank == 0 && threadIdx.x == 0)
+      p_.selected_seqlens[sequence_] = length_ - (count_ - keep_) * p_.page_size;
+  }
+
   const TilesKernelParams& k_;
   const TilesParams& p_;
   const int warp_, lane_;
+  const TilesShared shared_;
   int sequence_, head_;
   Peers peers_;
-  TilesShared shared_;
-  int length_ = 0, count_ = 0;                // tokens and pages of the sequence
-  int first_scored_ = 0, end_scored_ = 0;     // pages that compete
+  int length_ = 0, count_ = 0;             // tokens and pages of the sequence
+  int first_scored_ = 0, end_scored_ = 0;  // pages that compete
+  int begin_ = 0, end_ = 0;                // pages of this CTA's share
   int keep_ = 0;
 };
 

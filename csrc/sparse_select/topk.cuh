@@ -12,8 +12,9 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr uint32_t kAlways = 0xffffffffu;  // key of what is kept whatever its score
 
-// Greater scores have greater keys; below kAlways. -0 equals 0.
+// Greater scores have greater keys; below kAlways. -0 equals 0, NaN is least.
 __device__ __forceinline__ uint32_t key_of(float score) {
+  if (score != score) return 0;
   const uint32_t bits = __float_as_uint(score + 0.f);
   return min(bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u), kAlways - 1);
 }

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["choose_tiles", "index_pages", "score_tiles", "select_tiles"]
 
-_COMBINES = {"max": 0, "sum": 1}
+_COMBINES = {"max": 0, "sum": 1, "softmax": 2}
 
 
 def index_pages(layer: LayerCache, index: LayerIndex, slots: torch.Tensor) -> None:
@@ -39,34 +39,33 @@ def score_tiles(
     index: LayerIndex,
     page_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
-    combine: str,
+    scale: float,
 ) -> torch.Tensor:
-    """One score a page and KV head, over all query heads of the group.
+    """Estimates, for every query head, how much attention a page draws.
 
     Args:
         query: ``[B, num_q_heads, head_dim]`` of the index's dtype.
         page_table: int32 ``[B, max_pages]``; cache_seqlens: int32 ``[B]``.
-        combine: ``max`` or ``sum`` over the query heads.
+        scale: of the attention scores.
 
     Returns:
-        float32 ``[B, H, max_pages]``; infinite for a sequence's last page, which has no index yet,
-        and anything past it.
+        float32 ``[B, num_q_heads, max_pages]``, natural-log units. What stands at a sequence's
+        last page, or past it, means nothing.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; the message names them.
     """
-    shape = (query.shape[0], index.vectors.shape[1], page_table.shape[1])
+    shape = (query.shape[0], query.shape[1], page_table.shape[1])
     scores = torch.empty(shape, dtype=torch.float32, device=query.device)
     library.module().score_tiles(
         scores,
         _aligned(query),
         index.vectors,
+        index.weights,
         page_table,
         cache_seqlens,
         layer.layout.page_size,
-        0,
-        1,
-        _COMBINES[combine],
+        scale,
         True,
     )
     return scores
@@ -78,15 +77,18 @@ def select_tiles(
     cache_seqlens: torch.Tensor,
     sparsity: torch.Tensor,
     rule: SelectionRule,
+    num_kv_heads: int,
+    combine: str = "softmax",
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages to read: first and recent ones, and the best of the rest.
+    """The pages that each KV head reads: first and recent ones, and the best of the rest.
 
     Of equal scores the earlier page wins.
 
     Args:
         scores: as ``score_tiles`` returns them.
         sparsity: float32 ``[B]``, the share to leave out; 0 keeps a row whole.
+        combine: how the query heads of a KV head agree: ``softmax``, ``sum`` or ``max``.
         positions: int32 ``[B, H, max_pages]``, filled with where the pages stand, if given.
 
     Returns:
@@ -96,7 +98,7 @@ def select_tiles(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; the message names them.
     """
-    selected, lengths = _outputs(scores.shape, cache_seqlens)
+    selected, lengths = _outputs(num_kv_heads, page_table)
     library.module().select_tiles(
         selected,
         lengths,
@@ -110,6 +112,7 @@ def select_tiles(
         rule.first,
         rule.recent,
         rule.floor,
+        _COMBINES[combine],
         True,
     )
     return selected, lengths
@@ -125,25 +128,27 @@ def choose_tiles(
     rule: SelectionRule,
     combine: str,
     *,
+    scale: float,
     positions: torch.Tensor | None = None,
     after_store: bool = False,
     force_cluster: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``score_tiles`` and ``select_tiles`` in one launch.
+    """``score_tiles`` and ``select_tiles`` in one launch, without scores in device memory.
 
     Args:
-        after_store: the last kernel launched is this step's ``index_pages`` of this layer, or one
-            that waits for all before it: old index rows are read while it still runs.
+        after_store: the kernel ahead is this step's ``index_pages`` of this layer: old index rows
+            are read while it still runs.
         force_cluster: tests and benchmarks.
     """
-    shape = torch.Size((query.shape[0], index.vectors.shape[1], page_table.shape[1]))
-    selected, lengths = _outputs(shape, cache_seqlens)
+    num_kv_heads = index.vectors.shape[1]
+    selected, lengths = _outputs(num_kv_heads, page_table)
     library.module().choose_tiles(
         selected,
         lengths,
         positions,
         _aligned(query),
         index.vectors,
+        index.weights,
         page_table,
         cache_seqlens,
         sparsity,
@@ -153,14 +158,19 @@ def choose_tiles(
         rule.recent,
         rule.floor,
         _COMBINES[combine],
+        scale,
         1 if after_store else 2,
         force_cluster,
     )
     return selected, lengths
 
 
-def _outputs(shape: torch.Size, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(shape, dtype=torch.int32, device=like.device), torch.empty_like(like)
+def _outputs(num_kv_heads: int, page_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, width = page_table.shape
+    selected = torch.empty(
+        (batch, num_kv_heads, width), dtype=torch.int32, device=page_table.device
+    )
+    return selected, torch.empty(batch, dtype=torch.int32, device=page_table.device)
 
 
 def _aligned(query: torch.Tensor) -> torch.Tensor:
