@@ -205,7 +205,7 @@ def test_the_best_tiles_are_chosen(backend: CudaBackend, case: dict[str, object]
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("page_and_tile", PAGES_AND_TILES)
-@pytest.mark.parametrize("head_dim", (64, 80, 128, 256))
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_index_rows_are_the_bounds_of_full_pages(
     backend: CudaBackend, stored: str, page_and_tile: tuple[int, int], head_dim: int
 ) -> None:
@@ -252,8 +252,8 @@ def test_of_equal_scores_the_earlier_tiles_win(backend: CudaBackend, way: object
             assert positions[row, head, : kept[row]].tolist() == wanted
 
 
-@pytest.mark.parametrize("poison", (math.nan, math.inf, -math.inf))
-@pytest.mark.parametrize("combine", ("max", "sum", "softmax"))
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("combine", ["max", "sum", "softmax"])
 def test_a_broken_index_still_gives_a_valid_choice(
     backend: CudaBackend, poison: float, combine: str
 ) -> None:
@@ -271,7 +271,7 @@ def test_a_broken_index_still_gives_a_valid_choice(
             assert chosen[-2:].tolist() == [int(tiles[row]) - 2, int(tiles[row]) - 1]
 
 
-@pytest.mark.parametrize("share", (0.0, 0.65))
+@pytest.mark.parametrize("share", [0.0, 0.65])
 def test_rows_that_keep_all_are_bit_identical_to_dense(backend: CudaBackend, share: float) -> None:
     """At ratio 0, and below the floor. (A57)"""
     own = indexed_step(backend, [0, 1, 63, 64, 65, 300, 1024], PageLayout(3, 128, torch.bfloat16))
@@ -288,7 +288,7 @@ def test_rows_that_keep_all_are_bit_identical_to_dense(backend: CudaBackend, sha
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("page_and_tile", PAGES_AND_TILES)
-@pytest.mark.parametrize("group", (1, 4, 12))
+@pytest.mark.parametrize("group", [1, 4, 12])
 def test_decode_reads_each_heads_own_tiles(
     backend: CudaBackend, stored: str, page_and_tile: tuple[int, int], group: int
 ) -> None:

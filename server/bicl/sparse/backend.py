@@ -49,6 +49,7 @@ class SparseBackend:
         self._ops: Any = import_module(_OPERATORS[inner.name])
         self._by_pages = {index.layer.pages.data_ptr(): index for index in indexes.values()}
         sizes = {index.layer.layout.page_size for index in indexes.values()}
+        self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # pages and slots, last call
         self.rules = {size: SelectionRule.of(config, size) for size in sizes}
 
     def plan(self, meta: AttentionMetadata) -> None:
@@ -63,6 +64,7 @@ class SparseBackend:
         index = self._by_pages.get(layer.pages.data_ptr())
         if index is not None:
             self._ops.index_pages(layer, index, slots)
+        self._stored = (layer.pages, slots)
 
     def run(
         self,
@@ -111,11 +113,18 @@ class SparseBackend:
             self.rules[index.layer.layout.page_size],
             self.config.combine,
             scale=scale,
+            after_store=self._follows_store(index.layer, meta),
         )
         return replace(meta, page_table=pages, cache_seqlens=lengths, sparsity=None)
 
+    def _follows_store(self, layer: LayerCache, meta: AttentionMetadata) -> bool:
+        """Whether the last call stored this step's new tokens in this layer."""
+        stored = self._stored
+        return stored is not None and stored[0] is layer.pages and stored[1] is meta.slot_mapping
+
     def index_pages(self, number: int, pages: torch.Tensor) -> None:
         """Compute layer ``number``'s index rows of full pages (int64 ``[n]``) again."""
+        self._stored = None
         index = self.indexes[number]
         size = index.layer.layout.page_size
         self._ops.index_pages(index.layer, index, pages * size + size - 1)
@@ -130,6 +139,7 @@ class SparseBackend:
         self, layers: list[LayerCache], source: torch.Tensor, target: torch.Tensor
     ) -> None:
         """See ``AttentionBackend.copy_pages``; index rows go with their pages."""
+        self._stored = None
         self.inner.copy_pages(layers, source, target)
         for layer in layers:
             index = self._by_pages.get(layer.pages.data_ptr())

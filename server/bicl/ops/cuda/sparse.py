@@ -1,4 +1,4 @@
-"""Which pages a decode step reads. The CPU twins, with the same signatures: ``ops/cpu/sparse.py``."""
+"""Which pages a decode step reads. ``ops/cpu/sparse.py`` has the same signatures."""
 
 from __future__ import annotations
 
