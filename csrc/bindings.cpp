@@ -11,6 +11,7 @@
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(built_archs, bicl::built_archs);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_offsets, bicl::layout_offsets);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_kernel_compiler, bicl::set_kernel_compiler);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose_tiles, bicl::choose_tiles_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(compact_tokens, bicl::compact_tokens_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, bicl::copy_pages_api);

@@ -31,6 +31,7 @@ CSRC = Path(__file__).resolve().parent
 ROOT = CSRC.parent
 LIBRARY = ROOT / "server" / "bicl" / "lib" / "libbicl_kernels.so"
 RELEASE_ARCHS = "80,86,89,90a,ptx"
+SOURCES = "kernel_sources.json"  # beside the library: what NVRTC compiles where it lacks code
 
 # What each family of units is compiled for, out of the archs asked for. sm_80 code runs on 8.6 and
 # 8.9; "90" compiles the sm_80 path natively for Hopper (tests); "ptx" lets newer cards compile it.
@@ -178,9 +179,11 @@ def build(args: argparse.Namespace) -> None:
 
     def unit_command(unit: Unit) -> list[str] | None:
         codes = {FAMILY_ARCHS[unit.family][a] for a in archs if a in FAMILY_ARCHS[unit.family]}
-        if not codes:
-            return None
         flags = [flag for code in sorted(codes) for flag in ("-gencode", code)]
+        if not codes:
+            if not args.nvrtc_rest:
+                return None
+            flags = ["-gencode", min(FAMILY_ARCHS["any"].values()), "-DBICL_NO_DEVICE_CODE"]
         return [*nvcc, *flags, "-I", str(CSRC), "-MD", "-MF", str(build_dir / f"{unit.name}.d"),
                 "-c", str(unit.source), "-o", str(build_dir / f"{unit.name}.o")]  # fmt: skip
 
@@ -210,6 +213,7 @@ def build(args: argparse.Namespace) -> None:
     )  # fmt: skip
     link(args, [bindings, *(build_dir / f"{u.name}.o" for u in commands)])
     write_report(Path(args.output), archs, reports)
+    write_sources(Path(args.output).with_name(SOURCES))
     if bad := [fault for unit, report in reports.items() for fault in faults(unit, report)]:
         raise SystemExit("the build has kernels unfit to ship:\n" + "\n".join(bad))
 
@@ -245,12 +249,23 @@ def write_report(library: Path, archs: list[str], reports: dict[Unit, str]) -> N
     library.with_suffix(".json").write_text(text)
 
 
+def write_sources(path: Path) -> None:
+    """Everything that device code includes, in one file that travels in the wheel."""
+    files = sorted([*CSRC.rglob("*.cuh"), *CSRC.rglob("*.h")])
+    path.write_text(json.dumps({str(f.relative_to(CSRC)): f.read_text() for f in files}))
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", default=RELEASE_ARCHS, help=f"default {RELEASE_ARCHS}")
     parser.add_argument("--only", default="", help="regular expression on generated instances")
     parser.add_argument(
         "--skip", default="", help="regular expression on units left out; calling them then fails"
+    )
+    parser.add_argument(
+        "--nvrtc-rest",
+        action="store_true",
+        help="link units that the archs leave without code; NVRTC makes it on the card",
     )
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--lineinfo", action="store_true", help="source lines for profilers")

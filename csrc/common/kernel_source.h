@@ -3,8 +3,11 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <cxxabi.h>
 
+#include <cstdlib>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -20,6 +23,11 @@ struct KernelTag {};
 struct KernelRef {
   const void* stub;
   const char* tag;
+
+  std::string spelled() const {
+    const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(tag, nullptr, nullptr, nullptr), std::free);
+    return text ? text.get() : tag;
+  }
 };
 
 template <auto kKernel>
@@ -33,7 +41,7 @@ struct KernelImage {
   std::string image;
 };
 
-using KernelCompiler = std::function<KernelImage(const char* tag)>;
+using KernelCompiler = std::function<KernelImage(const std::string& tag)>;
 
 // Unset unless the card lacks code. Set once, before the first launch.
 inline KernelCompiler kernel_compiler;
@@ -45,7 +53,7 @@ inline const void* runnable(const KernelRef& kernel) {
   static std::unordered_map<const void*, cudaKernel_t> loaded;  // for the life of the process
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = loaded.find(kernel.stub); found != loaded.end()) return found->second;
-  const KernelImage made = kernel_compiler(kernel.tag);
+  const KernelImage made = kernel_compiler(kernel.spelled());
   const auto check = [&](cudaError_t status) {
     if (status != cudaSuccess)
       throw std::runtime_error("cannot load " + made.name + ": " + cudaGetErrorString(status));

@@ -414,7 +414,9 @@ class DecodeCta : Combiner<T> {
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1) decode_kernel(const __grid_constant__ KernelParams params) {
+#ifndef BICL_NO_DEVICE_CODE  // a card outside the build; NVRTC makes it there
   DecodeCta<T>(params).run();
+#endif
 }
 
 }  // namespace bicl::decode

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bicl.errors import BackendError
+from bicl.ops.cuda import nvrtc
 
-__all__ = ["built_archs", "library_path", "module", "require_device"]
+__all__ = ["built_archs", "kernels_from", "library_path", "module", "require_device"]
+
+log = logging.getLogger(__name__)
 
 
 def library_path() -> Path:
@@ -75,8 +79,27 @@ def require_device(device: torch.device | str = "cuda") -> None:
             "needed (A100, L4, RTX 30 or later); use device 'cpu'"
         )
     if lacking := missing_arch(capability, built_archs()):
-        raise BackendError(
+        problem = (
             f"the kernels were compiled for {','.join(built_archs())}, but {name} (compute "
-            f"capability {capability[0]}.{capability[1]}) needs {lacking}; rebuild with "
-            f"`python csrc/build.py --arch {lacking}`, or use device 'cpu'"
+            f"capability {capability[0]}.{capability[1]}) needs {lacking}"
         )
+        try:
+            _compile_on_the_spot(capability)
+        except BackendError as error:
+            raise BackendError(
+                f"{problem}, and they cannot be compiled on the spot: {error}; rebuild with "
+                f"`python csrc/build.py --arch {lacking}`, or use device 'cpu'"
+            ) from error
+        log.warning("%s; each is compiled when it is first needed, and kept", problem)
+
+
+@functools.cache
+def _compile_on_the_spot(capability: tuple[int, int]) -> None:
+    """Replace every kernel by what NVRTC makes for this card, once a process."""
+    compiler = nvrtc.KernelCompiler(library_path().with_name("kernel_sources.json"), capability)
+    module().set_kernel_compiler(compiler)
+
+
+def kernels_from() -> str:
+    """Where kernels come from: ``built``, or ``nvrtc`` where the build has no code for the card."""
+    return "nvrtc" if _compile_on_the_spot.cache_info().currsize else "built"
