@@ -29,7 +29,7 @@ class GuardBounds:
     """
 
     shadow_interval: int = 32
-    min_mass_kept: float = 0.5
+    min_mass_kept: float = 0.8
     min_sparsity_share: float = 0.77
     max_entropy_rise: float = 0.15
 

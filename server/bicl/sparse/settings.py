@@ -95,7 +95,7 @@ class HySparseSettings:
     hysparse_min_mass_kept: float | None = setting(
         None,
         "Least share of the attention in the tiles read; below it a request goes back to the full "
-        "cache. Default: 0.5.",
+        "cache. Default: 0.8.",
         env="BICL_HYSPARSE_MIN_MASS_KEPT",
     )
     hysparse_min_sparsity_share: float | None = setting(

@@ -59,7 +59,8 @@ class ShadowBackend:
     def disarm(self) -> dict[int, LayerProbe]:
         """What the step told, by layer number."""
         self._armed = frozenset()
-        return self._probes
+        probes, self._probes = self._probes, {}
+        return probes
 
     def reindex(self, pages: torch.Tensor, layer: int) -> torch.Tensor:
         """Compute the index rows of full pages again.

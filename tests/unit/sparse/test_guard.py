@@ -21,7 +21,7 @@ def judge(*measured: Signals) -> str:
 
 
 def test_good_signals_go_on() -> None:
-    assert judge(GOOD, GOOD, signals(mass_kept=0.6)) == ""
+    assert judge(GOOD, GOOD, signals(mass_kept=0.81)) == ""
 
 
 def test_the_specifications_drift_goes_back() -> None:
@@ -34,7 +34,7 @@ def test_half_of_the_drift_does_not(changes: dict[str, float]) -> None:
     assert judge(GOOD, signals(**changes)) == ""
 
 
-@pytest.mark.parametrize("mass", [0.49, 0.0, float("nan")])
+@pytest.mark.parametrize("mass", [0.79, 0.0, float("nan")])
 def test_lost_attention_goes_back(mass: float) -> None:
     assert judge(GOOD, signals(mass_kept=mass)) == "mass"
 
