@@ -90,10 +90,10 @@ class CudaMover:
         after: object,
     ) -> Copy:
         assert isinstance(after, torch.cuda.Event)
-        sizes = np.broadcast_to(piece_bytes, sources.shape)
+        sizes = np.repeat(piece_bytes, sources.shape[1])
         with torch.cuda.device(self._device):
             stream.wait_event(after)
-            transfer_pages(sources.ravel(), targets.ravel(), sizes.ravel(), stream)
+            transfer_pages(sources.ravel(), targets.ravel(), sizes, stream)
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(stream)
         return _CudaCopy(done, self._device)

@@ -161,11 +161,16 @@ class CacheManager:
     def promote(self, token_ids: TokenIds, namespace: Namespace = BASE) -> Promotion | None:
         """Begin to bring what is cached on disk alone into host memory, for an :meth:`acquire` to
         come. None if there is nothing, or computing is faster. Close it after that acquire."""
-        if self._arrivals is None or not self.prefix_cache:
+        if self._arrivals is None or not self.prefix_cache or not self._arrivals.tiers.has_disk:
             return None
         ids = pack_ids(token_ids)
         chain, first, last = self._beyond(ids, namespace, self._match(ids, namespace, reuse=True))
         return self._arrivals.promote(chain, first, last)
+
+    def gave_up_late(self) -> None:
+        """A promotion took longer than computing would have; for the count."""
+        if self._arrivals is not None:
+            self._arrivals.tiers.gave_up_late()
 
     def acquire(
         self,
@@ -176,6 +181,7 @@ class CacheManager:
         reuse: bool = True,
         resumed: bool = False,
         only_arriving: bool = False,
+        from_tiers: bool = True,
     ) -> SequencePages | None:
         """Begin a sequence: lock its longest cached prefix and allocate pages for the rest.
 
@@ -191,6 +197,7 @@ class CacheManager:
             reuse: False computes everything anew. The result can still be reused by others.
             resumed: this sequence was preempted; finding its own pages is no hit worth counting.
             only_arriving: None if nothing would come from the tiers.
+            from_tiers: False leaves what only they hold where it is.
 
         Returns:
             None if there is no room now, even after evicting all that may be evicted. With no
@@ -207,7 +214,7 @@ class CacheManager:
         self._refuse_oversize(length)
         room = length if num_tokens is None else min(max(num_tokens, 1), length)
         match = self._match(ids, namespace, reuse)
-        coming = self._reserve(ids, namespace, match) if reuse else None
+        coming = self._reserve(ids, namespace, match) if reuse and from_tiers else None
         if only_arriving and coming is None:
             return None
         seq = self._lock_and_allocate(match, namespace, room, coming)
@@ -220,11 +227,11 @@ class CacheManager:
         seq._tail += ids[matched_bytes : seq.num_cached_tokens * ID_BYTES]
         self._live.add(seq)
         if self.prefix_cache and reuse and not resumed:
+            seq._counts = True
             self.stats.queried_tokens += length
-            self.stats.hit_tokens += seq.num_cached_tokens
+            arriving = seq.num_host_tokens + seq.num_disk_tokens  # counted when they are there
+            self.stats.hit_tokens += seq.num_cached_tokens - arriving
             self.stats.copied_tokens += sum(copy.num_tokens for copy in seq.pending_copies)
-            self.stats.host_hit_tokens += seq.num_host_tokens
-            self.stats.disk_hit_tokens += seq.num_disk_tokens
         return seq
 
     def fetched(self, seq: SequencePages) -> None:
@@ -239,6 +246,10 @@ class CacheManager:
         if seq.fetch.failed:
             raise InvalidInputError("the fetch failed; release the sequence and compute its tokens")
         seq.fetch = None
+        if seq._counts:
+            self.stats.hit_tokens += seq.num_host_tokens + seq.num_disk_tokens
+            self.stats.host_hit_tokens += seq.num_host_tokens
+            self.stats.disk_hit_tokens += seq.num_disk_tokens
         if seq._node is not None and len(seq._tail) >= self._index.page_bytes:
             self._index_full_pages(seq)
 

@@ -43,6 +43,7 @@ class SequencePages:
 
     __slots__ = (
         "_copy_node",
+        "_counts",
         "_node",
         "_num_indexed_pages",
         "_page_size",
@@ -77,6 +78,7 @@ class SequencePages:
         self._node: Node | None = None  # locked end of the indexed chain; None: not indexed
         self._copy_node: Node | None = None  # locked until the copy is issued
         self._num_indexed_pages = 0
+        self._counts = False  # its hits are counted
         self._tail = bytearray()  # packed ids committed after the indexed chain
 
     @property

@@ -261,10 +261,10 @@ def test_failed_step_fails_its_batch_only(tiny, monkeypatch) -> None:
         forward = engine._runner.forward
         calls = iter([True, False])
 
-        def fails_once(chunks):
+        def fails_once(chunks, **options):
             if next(calls, False):
                 raise RuntimeError("device lost")
-            return forward(chunks)
+            return forward(chunks, **options)
 
         monkeypatch.setattr(engine._runner, "forward", fails_once)
         (failed,) = generate(engine, request(prompt(70, seed=3)))
@@ -277,7 +277,7 @@ def test_failed_step_fails_its_batch_only(tiny, monkeypatch) -> None:
 def test_engine_stops_when_every_step_fails(tiny, monkeypatch) -> None:
     engine = stepped(tiny).start()
 
-    def fails(chunks):
+    def fails(chunks, **options):
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(engine._runner, "forward", fails)

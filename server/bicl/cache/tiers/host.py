@@ -5,7 +5,8 @@ Not thread-safe: :class:`bicl.cache.tiers.PageTiers` holds its lock around every
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from bicl.cache.keys import PageChain
 from bicl.cache.policy import make_policy
@@ -27,6 +28,8 @@ class HostStore:
         self.arena = arena
         self.tags = PageTags()
         self.evicted_pages = 0
+        # Chains used in the pool; looked at only when something must leave.
+        self.used_elsewhere: deque[Sequence[bytes]] = deque(maxlen=4096)
         self._free = list(range(arena.num_slots - 1, -1, -1))
         self._index = BlockIndex(make_policy(policy, arena.num_slots))
 
@@ -39,6 +42,9 @@ class HostStore:
     def take_slot(self) -> int | None:
         """A slot to fill, after evicting a block if none is free; None if all are in use."""
         if not self._free:
+            while self.used_elsewhere:
+                found = (self._index.get(key) for key in self.used_elsewhere.popleft())
+                self._index.touch(block for block in found if block is not None)
             victim = self._index.victim(lambda block: not block.leases and not block.pinned)
             if victim is None:
                 return None
@@ -84,11 +90,6 @@ class HostStore:
 
     def touch(self, blocks: list[Block]) -> None:
         self._index.touch(blocks)
-
-    def touch_keys(self, keys: Iterable[bytes]) -> None:
-        """Pages of one chain were read elsewhere, given first to last."""
-        found = (self._index.get(key) for key in keys)
-        self._index.touch(block for block in found if block is not None)
 
     def flush(self, group: str | None) -> int:
         """Forget every block, or one group's. Returns how many."""

@@ -101,6 +101,10 @@ class PageTiers:
         self._thread = threading.Thread(target=self._load_loop, name="bicl-tier-load", daemon=True)
         self._thread.start()
 
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
     # --- pool to host ------------------------------------------------------------------------
     def save(self, chain: PageChain, pages: Sequence[int], first: int = 0) -> None:
         """Copy pages to host memory in the background, unless they are there.
@@ -141,8 +145,7 @@ class PageTiers:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Pages of one chain were used in the pool: their copies here are used, too."""
-        with self._changed:
-            self._host.touch_keys(keys)
+        self._host.used_elsewhere.append(keys)
 
     def promote(self, chain: PageChain, first: int, last: int) -> Promotion | None:
         """Read the chain's pages from ``first`` on from disk, as far as it holds them; None if it
@@ -188,7 +191,7 @@ class PageTiers:
                 slots.append(slot)
         targets, seconds = list(pages[: len(slots)]), []
         try:
-            for count in [1] + [len(slots)] * rounds:
+            for count in [1] * rounds + [len(slots)] * rounds:
                 began = time.perf_counter()
                 after = self.mover.mark()
                 for layer in range(self.num_layers):
@@ -201,8 +204,8 @@ class PageTiers:
             with self._changed:
                 for slot in slots:
                     self._host.give_back(slot)
-        self.costs.overhead_seconds = seconds[0]
-        rate = len(slots) * self.costs.page_bytes / min(seconds[1:])
+        self.costs.overhead_seconds = min(seconds[:rounds])
+        rate = len(slots) * self.costs.page_bytes / min(seconds[rounds:])
         self.costs.host_bytes_per_second = rate
 
     def stats(self) -> TierStats:
@@ -316,6 +319,9 @@ class PageTiers:
             with self._changed:
                 fetch._failed = True
                 self._stats.failures[reason] += 1
+                for block in fetch.blocks:
+                    if self._host.get(block.key) is block:
+                        self._host.remove(block)
                 self._changed.notify_all()
 
     def _count_waits(self) -> None:

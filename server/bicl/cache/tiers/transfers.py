@@ -114,6 +114,13 @@ class Fetch:
         for layer in range(num_layers):
             self.join(layer)
 
+    def issued(self, num_layers: int) -> bool:
+        """Block until the copies of all layers are issued: from then on nothing but the device
+        itself can break them off. False: they will not come."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._copies) >= num_layers or self.failed)
+        return not self.failed
+
     def cancel(self) -> None:
         """Issue no further copies; those that run go on, see ``settled``. Idempotent."""
         with self._changed:

@@ -167,7 +167,10 @@ class SparseUsage:
 
 @dataclass(frozen=True)
 class Usage:
-    """Where one request's time and tokens went. Times in seconds. ``sparse``: with HySparse."""
+    """Where one request's time and tokens went. Times in seconds. ``sparse``: with HySparse.
+
+    ``cached_host_tokens`` and ``cached_disk_tokens`` of the ``cached_tokens`` came from these tiers.
+    """
 
     prompt_tokens: int
     generated_tokens: int
@@ -175,6 +178,8 @@ class Usage:
     queue_time: float
     inference_time: float
     num_preemptions: int = 0
+    cached_host_tokens: int = 0
+    cached_disk_tokens: int = 0
     sparse: SparseUsage | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from bicl.attention.backend import AttentionBackend, make_backend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import KVPool
+from bicl.cache.tiers import Fetch
 from bicl.errors import InvalidInputError
 from bicl.frontends.transformers.geometry import inspect_model
 from bicl.frontends.transformers.rows import LayerRows, PagedCache
@@ -28,6 +30,7 @@ class PackedCache(PagedCache):
 
     Attributes:
         meta: the step's metadata; set before every forward call.
+        arrivals: copies of pages under way, which each layer joins before it reads them.
     """
 
     def __init__(self, pool: KVPool, backend: AttentionBackend) -> None:
@@ -35,6 +38,7 @@ class PackedCache(PagedCache):
         self.pool = pool
         self.backend = backend
         self.meta: AttentionMetadata | None = None
+        self.arrivals: Sequence[Fetch] = ()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are always given; the models' own guess is never used
@@ -52,6 +56,8 @@ class PackedCache(PagedCache):
         meta = self.meta
         if meta is None:
             raise InvalidInputError("set PackedCache.meta before calling the model")
+        for fetch in self.arrivals:
+            fetch.join(rows.layer_idx)
         layer = self.pool.layers[rows.layer_idx]
         self.backend.store(
             layer, rows.key[0].transpose(0, 1), rows.value[0].transpose(0, 1), meta.slot_mapping

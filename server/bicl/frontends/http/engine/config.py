@@ -6,10 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from bicl.cache.policy import POLICIES
+from bicl.cache.tiers import TierStats
 from bicl.errors import ConfigError
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds
@@ -40,6 +43,10 @@ class EngineConfig:
             of ``max_total_tokens``, but no more than 40 % of the free memory.
         kv_dtype: stored dtype; ``None`` is the model's.
         prefix_caching: reuse pages between requests.
+        host_cache_bytes: memory of the host tier; 0: none.
+        disk_cache_dir: folder of the disk tier below it; ``None``: none.
+        disk_cache_bytes: size of the disk tier.
+        eviction_policy: of the pool's index and of the tiers, by name.
         cuda_graphs: replay decode steps as CUDA graphs; ignored off CUDA.
         num_threads: torch's intra-op threads for the engine; ``None`` leaves torch's choice.
         hysparse: decode reads a choice of pages; ``None``: all of them.
@@ -58,6 +65,10 @@ class EngineConfig:
     cache_memory_bytes: int | None = None
     kv_dtype: torch.dtype | None = None
     prefix_caching: bool = True
+    host_cache_bytes: int = 0
+    disk_cache_dir: Path | None = None
+    disk_cache_bytes: int = 0
+    eviction_policy: str = "lru"
     cuda_graphs: bool = True
     num_threads: int | None = None
     hysparse: HySparseConfig | None = None
@@ -76,6 +87,25 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        if self.host_cache_bytes < 0:
+            raise ConfigError(
+                f"host_cache_bytes is {self.host_cache_bytes}; it must not be below 0"
+            )
+        if self.disk_cache_dir is not None and not self.host_cache_bytes:
+            raise ConfigError(
+                "the disk cache is read and written through the host cache; give that a size"
+            )
+        if self.host_cache_bytes and not self.prefix_caching:
+            raise ConfigError(
+                "a host cache serves reused prefixes only; give it no size, or allow reuse"
+            )
+        if self.eviction_policy not in POLICIES:
+            raise ConfigError(
+                f"eviction_policy {self.eviction_policy!r} is unknown; use one of {list(POLICIES)}"
+            )
 
 
 class Outcome(StrEnum):
@@ -177,14 +207,19 @@ class EngineStats:
             are in the index and in nobody's use, so that they can be evicted; pinned ones cannot.
         queried_tokens, hit_tokens: prompt tokens looked up and found in the prefix index, by
             first admissions only (a preempted request's return counts as neither);
-            ``copied_tokens`` of the hits came by copy of part of a page.
-        evicted_pages: cached pages given up for new ones.
+            ``copied_tokens`` of the hits came by copy of part of a page, ``host_hit_tokens`` and
+            ``disk_hit_tokens`` from these tiers.
+        pages_loading: pages that copies still write to although their request is gone.
+        tag_mismatches: cached pages that did not carry their tag, and were computed anew.
+        evicted_pages: cached pages given up for new ones; ``evicted_age_ms`` is the sum of the
+            times since their last use.
         preemptions: times a running request was put back into the queue.
         steps, prefill_steps, decode_steps: forward steps; their seconds in the ``_time`` fields.
         finished, aborted, failed: requests by outcome.
         prefilled_tokens, generated_tokens: tokens computed and emitted.
         graph_misses: decode steps that a CUDA graph could have taken but none was captured for.
         sparse: what HySparse did.
+        tiers: what the host and disk tiers did and hold, if there are any.
         draining: new requests are refused.
         healthy: the loop runs.
     """
@@ -197,10 +232,15 @@ class EngineStats:
     pages_cached: int = 0
     pages_pinned: int = 0
     pages_in_use: int = 0
+    pages_loading: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
     copied_tokens: int = 0
+    host_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    tag_mismatches: int = 0
     evicted_pages: int = 0
+    evicted_age_ms: int = 0
     preemptions: int = 0
     steps: int = 0
     prefill_steps: int = 0
@@ -214,5 +254,6 @@ class EngineStats:
     generated_tokens: int = 0
     graph_misses: int = 0
     sparse: SparseStats = SparseStats()
+    tiers: TierStats | None = None
     draining: bool = False
     healthy: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from bicl.cache.tiers import TierStats
 from bicl.frontends.http.engine.config import (
     EngineStats,
     Outcome,
@@ -43,6 +44,7 @@ class Counters:
         draining: bool,
         healthy: bool,
         graph_misses: int,
+        tiers: TierStats | None,
         sparse: SparseStats,
     ) -> EngineStats:
         gauges, stats = scheduler.manager.gauges(), scheduler.manager.stats
@@ -55,10 +57,15 @@ class Counters:
             pages_cached=gauges.cached_pages,
             pages_pinned=gauges.pinned_pages,
             pages_in_use=gauges.in_use_pages,
+            pages_loading=gauges.loading_pages,
             queried_tokens=stats.queried_tokens,
             hit_tokens=stats.hit_tokens,
             copied_tokens=stats.copied_tokens,
+            host_hit_tokens=stats.host_hit_tokens,
+            disk_hit_tokens=stats.disk_hit_tokens,
+            tag_mismatches=stats.tag_mismatches,
             evicted_pages=stats.evicted_pages,
+            evicted_age_ms=stats.evicted_age_ms,
             preemptions=scheduler.preemptions,
             steps=sum(self._steps.values()),
             prefill_steps=self._steps[StepKind.PREFILL],
@@ -71,6 +78,7 @@ class Counters:
             prefilled_tokens=self._prefilled,
             generated_tokens=self._generated,
             graph_misses=graph_misses,
+            tiers=tiers,
             sparse=sparse,
             draining=draining,
             healthy=healthy,

@@ -10,7 +10,7 @@ from collections import deque
 import torch
 
 from bicl.cache.manager import CacheManager, FlushReport
-from bicl.errors import BiclError, InvalidInputError, OverloadedError
+from bicl.errors import BiclError, InvalidInputError, OverloadedError, TransferError
 from bicl.frontends.http.engine.config import (
     EngineConfig,
     EngineObserver,
@@ -31,6 +31,7 @@ from bicl.frontends.http.engine.sizing import num_pages, sparse_layers
 from bicl.frontends.http.engine.sparse import SparseControl
 from bicl.frontends.http.engine.stream import RequestStream
 from bicl.frontends.http.engine.text import Detokenizer, StopCheck
+from bicl.frontends.http.engine.tiers import make_tiers, measure
 from bicl.frontends.http.loader import LoadedModel
 from bicl.frontends.http.request import GenerationRequest, RequestFailed
 
@@ -39,6 +40,8 @@ __all__ = ["Engine"]
 log = logging.getLogger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 3
+PATIENCE_SECONDS = 0.01
+"""Between looks at deadlines, while all there is to do waits for the tiers."""
 
 
 class Engine:
@@ -66,11 +69,13 @@ class Engine:
         self.config = config
         self._observer = observer
         self._runner = ModelRunner(loaded, config, num_pages(loaded, config))
+        self._tiers = make_tiers(loaded, config, self._runner, self._tiers_changed)
         manager = CacheManager(
             self._runner.pool.num_pages,
             config.page_size,
             prefix_cache=config.prefix_caching,
             model_revision=loaded.sha,
+            tiers=self._tiers,
         )
         self._scheduler = Scheduler(manager, config)
         self._sparse = self._sparse_control()
@@ -94,6 +99,8 @@ class Engine:
         """Start the loop. Returns self."""
         if self._runner.graphs is not None:
             self._runner.graphs.capture()
+        if self._tiers is not None:
+            measure(self._tiers, self.config, self._runner)
         self._thread = threading.Thread(target=self._loop, name="bicl-engine", daemon=True)
         self._thread.start()
         return self
@@ -157,9 +164,12 @@ class Engine:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if self._tiers is not None:
+            self._tiers.close()
 
     def flush_cache(self, adapter_id: str | None = None) -> FlushReport:
-        """Forget every cached prefix (or one adapter's). Live requests go on undisturbed."""
+        """Forget every cached prefix (or one adapter's), in all tiers. Live requests go on
+        undisturbed."""
         with self._lock:
             return self._scheduler.manager.flush(adapter_id)
 
@@ -182,6 +192,7 @@ class Engine:
                 draining=self._draining,
                 healthy=self._thread is not None and self._thread.is_alive(),
                 graph_misses=graphs.misses if graphs is not None else 0,
+                tiers=None if self._tiers is None else self._tiers.stats(),
                 sparse=SparseStats() if self._sparse is None else self._sparse.stats(),
             )
 
@@ -244,6 +255,10 @@ class Engine:
         with self._changed:
             self._take_arrivals()
             plan = self._scheduler.plan()
+            while plan is None and self._scheduler.waits_for_tiers and not self._stopping:
+                self._changed.wait(PATIENCE_SECONDS)
+                self._take_arrivals()
+                plan = self._scheduler.plan()
             if plan is None:
                 return False
             for sequence, error in plan.unservable:
@@ -259,7 +274,8 @@ class Engine:
                     self._scheduler.commit(chunk)
             num_generated, ended = self._emitter.emit(chunks, logits)
         except Exception as error:
-            self._fail_batch(plan, error)
+            if not (isinstance(error, TransferError) and self._retry(plan)):
+                self._fail_batch(plan, error)
             return True
         self._failures = 0
         with self._changed:
@@ -269,6 +285,18 @@ class Engine:
                 self._forget(sequence, last, outcome)
             self._note_step(plan, num_generated, began, forwarded)
         return True
+
+    def _retry(self, plan: Plan) -> bool:
+        """Pages did not come from the tiers: the step counts for nobody, and who waited for them
+        computes them in a later one. False: it was something else."""
+        with self._lock:
+            failed = [
+                c.sequence for c in plan.chunks if c.sequence.fetch and c.sequence.fetch.failed
+            ]
+            for sequence in failed:
+                log.warning("request %s: its pages did not come from the tiers", sequence.id)
+                self._scheduler.retry(sequence)
+        return bool(failed)
 
     def _fail_batch(self, plan: Plan, error: Exception) -> None:
         """A step failed: its requests fail, the others go on. A device that keeps failing will
@@ -292,8 +320,13 @@ class Engine:
                         self._scheduler.manager.copies_issued(chunk.sequence.pages)
         step = None if self._sparse is None else self._sparse.plan(plan.chunks)
         if self._sparse is None or step is None:
-            return plan.chunks, self._runner.forward(plan.chunks)
-        logits = self._runner.forward(plan.chunks, step.sparsity, watched=step.shadow)
+            logits = self._runner.forward(plan.chunks, fetches=plan.fetches)
+            self._note_fetched(plan)
+            return plan.chunks, logits
+        logits = self._runner.forward(
+            plan.chunks, step.sparsity, watched=step.shadow, fetches=plan.fetches
+        )
+        self._note_fetched(plan)
         back = self._sparse.finish(plan.chunks, step)
         if not back:
             return plan.chunks, logits
@@ -305,6 +338,19 @@ class Engine:
                 self._scheduler.recompute_dense(sequence)
         keep = [i for i, chunk in enumerate(plan.chunks) if chunk.sequence not in back]
         return [plan.chunks[i] for i in keep], logits[keep]
+
+    def _note_fetched(self, plan: Plan) -> None:
+        """What the step joined can be shared from now on."""
+        if plan.fetches:
+            with self._lock:
+                for chunk in plan.chunks:
+                    if chunk.sequence.pages is not None:
+                        self._scheduler.manager.fetched(chunk.sequence.pages)
+
+    def _tiers_changed(self) -> None:
+        """On a thread of the tiers: copies ended."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _sparse_control(self) -> SparseControl | None:
         config, shadow = self.config.hysparse, self._runner.shadow

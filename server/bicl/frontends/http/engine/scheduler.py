@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from bicl.cache.keys import ID_BYTES
 from bicl.cache.manager import CacheManager
+from bicl.cache.sequence import SequencePages
+from bicl.cache.tiers import Fetch
 from bicl.errors import CapacityError, OverloadedError
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
@@ -18,6 +21,9 @@ __all__ = ["Chunk", "Plan", "Scheduler"]
 
 DETAIL_CHUNK_TOKENS = 256
 """Prompt log-probabilities need a row of logits a token: smaller chunks bound that memory."""
+
+PREFETCH_WINDOW = 8
+"""Waiting requests whose pages may come early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +54,20 @@ class Plan:
     admitted: list[Sequence]
     unservable: list[tuple[Sequence, Exception]]
 
+    @property
+    def fetches(self) -> list[Fetch]:
+        """Copies of pages that the step must join."""
+        return [c.sequence.fetch for c in self.chunks if c.sequence.fetch is not None]
+
 
 class Scheduler:
     """First come, first served; decode before prefill; the youngest gives way.
 
     A request that waits for pages blocks those behind it, so none starves. A request whose prefix
     another one is computing right now waits for that instead of computing it again.
+
+    While a request waits, its pages begin to come from the tiers. Once admitted it joins the batch
+    when they are there; with nothing else to run, layer by layer as they come.
     """
 
     def __init__(self, manager: CacheManager, config: EngineConfig) -> None:
@@ -93,8 +107,9 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
         """It finished, failed or was aborted: let go of all it holds."""
-        if sequence.pages is None:
+        if sequence.row < 0:
             self.waiting.remove(sequence)
+            self._let_go(sequence)
         else:
             self._stop_running(sequence, keep=keep)
             self._crowded = False
@@ -102,22 +117,36 @@ class Scheduler:
     def everything(self) -> list[Sequence]:
         return [*self.running, *self.waiting]
 
+    @property
+    def waits_for_tiers(self) -> bool:
+        """Without a plan: there will be one when copies end, or have taken too long."""
+        return self.manager.waits_for_copies or any(s.waits_for_disk for s in self.waiting)
+
     # --- one step ----------------------------------------------------------------------------
     def plan(self) -> Plan | None:
         """Decide the next step; ``None`` if there is nothing to do."""
+        self._give_up_failed()
         unservable: list[tuple[Sequence, Exception]] = []
         decodes = list(self._decodes(unservable))
         budget, prefills = self._budget, []
         for sequence in self.running:
-            if budget and sequence.num_left > 1:
+            if budget and sequence.num_left > 1 and not sequence.is_arriving:
                 chunk = self._chunk(sequence, budget)
                 prefills.append(chunk)
                 budget -= chunk.count
         admitted = self._admit(budget, decodes, prefills, unservable)
-        chunks = decodes + prefills
+        chunks = decodes + prefills or list(self._arriving())
+        self._prefetch()
         if not chunks and not unservable:
             return None
         return Plan(chunks, admitted, unservable)
+
+    def retry(self, sequence: Sequence) -> None:
+        """Its pages did not come from the tiers: back to the head of the queue, to compute them."""
+        self._stop_running(sequence, keep=False)
+        sequence.num_computed = 0
+        sequence.num_retries += 1
+        self.waiting.appendleft(sequence)
 
     def commit(self, chunk: Chunk) -> None:
         """The chunk's K and V are in the stream.
@@ -148,19 +177,21 @@ class Scheduler:
         """Rows that compute one token; makes room for them, at the cost of the youngest."""
         ready = []
         for sequence in list(self.running):
-            if sequence.pages is None or sequence.num_left > 1:
+            if sequence.row < 0 or sequence.num_left > 1 or sequence.is_arriving:
                 continue
             if self._make_room(sequence, unservable):
                 ready.append(sequence)
         for sequence in ready:
-            if sequence.pages is not None:  # a later row may have put it out
+            if sequence.row >= 0:  # a later row may have put it out
                 yield self._chunk(sequence, 1)
 
     def _make_room(self, sequence: Sequence, unservable: list[tuple[Sequence, Exception]]) -> bool:
         assert sequence.pages is not None
         while not self.manager.extend(sequence.pages, len(sequence.ids)):
+            if self._drop_prefetched():
+                continue
             youngest = self.running[-1]
-            if len(self.running) == 1:
+            if len(self.running) == 1 and not self.manager.waits_for_copies:
                 # Alone, and all that may be evicted was: only pins can hold the rest.
                 self.remove(sequence)
                 unservable.append((sequence, _pinned()))
@@ -201,35 +232,121 @@ class Scheduler:
             if self._crowded and self.running:
                 break
             sequence = self.waiting[0]
-            if self._prefix_is_on_its_way(sequence):
+            if self._prefix_is_on_its_way(sequence) or self._is_read(sequence):
                 deferred.append(self.waiting.popleft())
                 continue
-            pages = self.manager.acquire(
-                sequence.packed_prompt if sequence.num_generated == 0 else sequence.ids,
-                sequence.namespace,
-                reuse=not sequence.wants_prefill_logprobs,
-                resumed=sequence.num_preemptions > 0,
-            )
-            if pages is None:
-                if not self.running:  # nothing will ever come free: pins hold it
+            if not self._hold_pages(sequence):
+                if self._drop_prefetched():
+                    continue
+                if not self.running and not self.manager.waits_for_copies:
+                    # Nothing will ever come free: pins hold it.
                     unservable.append((self.waiting.popleft(), _pinned()))
+                    self._let_go(sequence)
                     continue
                 break
             self.waiting.popleft()
-            self._crowded = False
-            sequence.pages, sequence.row = pages, self._rows.pop()
-            sequence.num_computed = pages.num_cached_tokens
-            if sequence.sparse is not None:
-                sequence.sparse.recomputed()
-            self.running.append(sequence)
-            if sequence.num_preemptions == 0:
-                sequence.num_cached = pages.num_cached_tokens
+            self._begin(sequence)
             admitted.append(sequence)
-            chunk = self._chunk(sequence, budget)
-            budget -= chunk.count
-            (decodes if chunk.count == 1 else prefills).append(chunk)
+            if not sequence.is_arriving:
+                chunk = self._chunk(sequence, budget)
+                budget -= chunk.count
+                (decodes if chunk.count == 1 else prefills).append(chunk)
         self.waiting.extendleft(reversed(deferred))
         return admitted
+
+    def _hold_pages(self, sequence: Sequence) -> bool:
+        """Room for all of its tokens so far."""
+        if sequence.pages is not None:
+            return self.manager.extend(sequence.pages, len(sequence.ids))
+        sequence.pages = self._acquire(sequence)
+        return sequence.pages is not None
+
+    def _acquire(self, sequence: Sequence, *, early: bool = False) -> SequencePages | None:
+        """Its pages; ``early``: only those that come from the tiers, if any do."""
+        return self.manager.acquire(
+            sequence.packed_prompt if sequence.num_generated == 0 else sequence.ids,
+            sequence.namespace,
+            num_tokens=1 if early else None,
+            reuse=not sequence.wants_prefill_logprobs,
+            resumed=sequence.num_preemptions + sequence.num_retries > 0,
+            only_arriving=early,
+            from_tiers=sequence.num_retries == 0,
+        )
+
+    def _begin(self, sequence: Sequence) -> None:
+        """From the queue into the batch."""
+        assert sequence.pages is not None
+        self._crowded = False
+        self._close_promotion(sequence)
+        sequence.row = self._rows.pop()
+        sequence.num_computed = sequence.pages.num_cached_tokens
+        if sequence.sparse is not None:
+            sequence.sparse.recomputed()
+        self.running.append(sequence)
+        sequence.note_cached()
+
+    # --- from the tiers ----------------------------------------------------------------------
+    def _give_up_failed(self) -> None:
+        """Those whose pages will not come compute them."""
+        for sequence in self.everything():
+            if sequence.fetch is not None and sequence.fetch.failed:
+                if sequence.row >= 0:
+                    self.retry(sequence)
+                else:
+                    self._let_go(sequence)
+                    sequence.num_retries += 1
+
+    def _arriving(self) -> Iterator[Chunk]:
+        """With nothing else to run: the requests whose pages are still on their way."""
+        budget = self._budget
+        for sequence in self.running:
+            if budget and sequence.is_arriving:
+                chunk = self._chunk(sequence, budget)
+                budget -= chunk.count
+                yield chunk
+
+    def _prefetch(self) -> None:
+        """Let the pages of those who must wait come meanwhile, where there is room for them."""
+        for sequence in islice(self.waiting, PREFETCH_WINDOW):
+            if sequence.wants_prefill_logprobs or sequence.num_retries or self._is_read(sequence):
+                continue
+            room = self.manager.available_pages > self.manager.usable_pages // 4
+            if sequence.pages is None and not sequence.sought_in_host and room:
+                sequence.sought_in_host = True
+                if not self._prefix_is_on_its_way(sequence):
+                    sequence.pages = self._acquire(sequence, early=True)
+
+    def _is_read(self, sequence: Sequence) -> bool:
+        """Its prefix is being read from disk, and computing it would not be faster yet."""
+        if not sequence.sought_on_disk:
+            sequence.sought_on_disk = True
+            sequence.promotion = self.manager.promote(sequence.packed_prompt, sequence.namespace)
+        if sequence.waits_for_disk:
+            return True
+        if sequence.promotion is not None and not sequence.promotion.settled:
+            self.manager.gave_up_late()
+            self._close_promotion(sequence)
+        return False
+
+    def _drop_prefetched(self) -> bool:
+        """Take back pages that came early, the last in the queue first. False: there are none."""
+        for sequence in reversed(self.waiting):
+            if sequence.pages is not None:
+                self._let_go(sequence)
+                return True
+        return False
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """It waits, or is gone: it holds nothing any more."""
+        self._close_promotion(sequence)
+        if sequence.pages is not None:
+            self.manager.release(sequence.pages)
+            sequence.pages = None
+
+    def _close_promotion(self, sequence: Sequence) -> None:
+        if sequence.promotion is not None:
+            sequence.promotion.close()
+            sequence.promotion = None
 
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
         details = sequence.wants_prefill_logprobs
@@ -240,14 +357,14 @@ class Scheduler:
 
     def _prefix_is_on_its_way(self, sequence: Sequence) -> bool:
         """A running prefill will soon have cached at least a page more of this prompt."""
-        if not self.manager.prefix_cache or sequence.wants_prefill_logprobs:
+        if not self.manager.prefix_cache or sequence.wants_prefill_logprobs or sequence.pages:
             return False
         page = self.manager.page_size
         soon = max(
             (
                 _common_tokens(sequence, other)
                 for other in self.running
-                if other.num_left > 1 and other.namespace == sequence.namespace
+                if (other.num_left > 1 or other.fetch) and other.namespace == sequence.namespace
             ),
             default=0,
         )

@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from bicl.cache.keys import Namespace, PackedIds, pack_ids
 from bicl.cache.sequence import PageCopy, SequencePages
+from bicl.cache.tiers import Fetch, Promotion
 from bicl.frontends.http.engine.sampler import SamplingState
 from bicl.frontends.http.engine.stream import RequestStream
 from bicl.frontends.http.engine.text import Detokenizer, StopCheck
@@ -31,8 +32,11 @@ class Sequence:
         ids: prompt and generated tokens. The last one is not computed yet.
         num_prompt: tokens of the prompt.
         num_computed: leading tokens whose K and V are in pages.
-        pages: held pages; ``None`` while it waits.
-        row: its row in the runner's page table while it runs.
+        pages: held pages.
+        row: its row in the runner's page table while it runs; -1 while it waits, when it may hold
+            pages that are already on their way to it.
+        promotion: what it waits for from disk.
+        sought_on_disk, sought_in_host: looked there while it waited.
         prefill: prompt log-probabilities, if asked for.
         sparse: its state under HySparse, if that runs.
     """
@@ -60,10 +64,16 @@ class Sequence:
         self.pages: SequencePages | None = None
         self.row = -1
         self.prefill: list[PrefillToken] = []
+        self.promotion: Promotion | None = None
+        self.sought_on_disk = False
+        self.sought_in_host = False
         self.num_preemptions = 0
+        self.num_retries = 0
         self.arrived = time.monotonic()
         self.admitted: float | None = None
         self.num_cached = 0
+        self.num_cached_host = 0
+        self.num_cached_disk = 0
 
     @property
     def id(self) -> str:
@@ -93,6 +103,34 @@ class Sequence:
         """Page copies to issue before its next step."""
         return () if self.pages is None else self.pages.pending_copies
 
+    @property
+    def fetch(self) -> Fetch | None:
+        """Pages that its next step must join."""
+        return None if self.pages is None else self.pages.fetch
+
+    @property
+    def is_arriving(self) -> bool:
+        """Pages are still being copied for it."""
+        fetch = self.fetch
+        return fetch is not None and not fetch.settled
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """It is not yet faster to compute what is being read."""
+        promotion = self.promotion
+        return (
+            promotion is not None
+            and not promotion.settled
+            and time.monotonic() < promotion.deadline
+        )
+
+    def note_cached(self) -> None:
+        """Remember what its first admission found."""
+        if self.pages is not None and self.num_preemptions == 0:
+            self.num_cached = self.pages.num_cached_tokens
+            self.num_cached_host = self.pages.num_host_tokens
+            self.num_cached_disk = self.pages.num_disk_tokens
+
     def usage(self) -> Usage:
         now = time.monotonic()
         admitted = now if self.admitted is None else self.admitted
@@ -100,6 +138,8 @@ class Sequence:
             prompt_tokens=self.num_prompt,
             generated_tokens=self.num_generated,
             cached_tokens=self.num_cached,
+            cached_host_tokens=self.num_cached_host,
+            cached_disk_tokens=self.num_cached_disk,
             queue_time=admitted - self.arrived,
             inference_time=now - admitted,
             num_preemptions=self.num_preemptions,
