@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -194,7 +195,14 @@ def _judge_kernels(text: str, built: list[str], capability: tuple[int, int]) -> 
         return Finding("kernels", Verdict.OK, text)
     if "ptx" in built:
         return Finding("kernels", Verdict.OK, f"{text}; this card compiles the PTX at first use")
-    remedy = f"not built for sm_{mine}: run `make kernels` on this machine, or use --device cpu"
+    if find_spec("cupy") is not None:
+        return Finding(
+            "kernels", Verdict.OK, f"{text}; NVRTC compiles them for sm_{mine} at first use"
+        )
+    remedy = (
+        f"not built for sm_{mine}: run `make kernels` on this machine, pip install 'bicl[cuda]' to "
+        "have them compiled at first use, or use --device cpu"
+    )
     return Finding("kernels", Verdict.WARN, text, remedy)
 
 

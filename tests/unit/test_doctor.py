@@ -104,13 +104,20 @@ def test_a_jetson_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Jetson" in doctor.check_gpu().text
 
 
-def test_kernels_that_were_not_built_for_this_card_are_named() -> None:
+def test_kernels_that_were_not_built_for_this_card_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     assert doctor._judge_kernels("lib", ["80", "90a"], (9, 0)).verdict is Verdict.OK
     assert doctor._judge_kernels("lib", ["sm_80"], (8, 0)).verdict is Verdict.OK
     assert doctor._judge_kernels("lib", ["80", "ptx"], (12, 0)).verdict is Verdict.OK
     missing = doctor._judge_kernels("lib", ["90a"], (8, 9))
     assert missing.verdict is Verdict.WARN
     assert "sm_89" in missing.remedy
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object())
+    made = doctor._judge_kernels("lib", ["90a"], (8, 9))
+    assert made.verdict is Verdict.OK
+    assert "NVRTC compiles them for sm_89" in made.text
 
 
 def test_a_manifest_that_cannot_be_read_names_no_architecture(tmp_path: Path) -> None:
