@@ -1,0 +1,235 @@
+"""What reading a choice of pages saves: attention of one layer, and a whole decode step.
+
+    python -m bench.hysparse.speed --out bench/results/hysparse-h200.json
+
+``layer``: 32 query and 8 KV heads, head_dim 128, bf16, pages of 64. Each number is one layer's
+part of a decode step, store included, in a replayed CUDA graph, KV and index cold, contestants in
+turns:
+
+* ``dense``      store, attention over all pages
+* ``sparse``     store, index of completed pages, choice of tiles, attention over them
+* ``read only``  store, attention over a choice made beforehand; ``sparse`` minus this is what
+  indexing and choosing cost
+* ``choice``     index and choice alone, one after the other
+
+``step``: a random Llama of 8B shape in the embedded engine's own runner, its CUDA graphs replayed
+on full pages, with and without sparsity, in turns. Weights and pages are random: for time their
+content does not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.kernels import machine
+from bench.kernels.arena import Arena, PagedBatch
+from bench.kernels.shapes import HEAD_DIM, MAIN_HEADS, kv_bytes
+from bench.timing import compare
+from bicl.attention.cuda import CudaBackend
+from bicl.attention.metadata import AttentionMetadata
+from bicl.cache.layout import PageLayout
+from bicl.sparse.backend import SparseBackend
+from bicl.sparse.config import HySparseConfig
+from bicl.sparse.index import index_bytes, make_indexes
+
+PAGE = 64
+SCALE = HEAD_DIM**-0.5
+CONTEXTS = (4096, 32768, 131072)
+BATCHES = (1, 8, 16)
+STEP_BATCH, STEP_CONTEXT = 8, 32768
+ARENA_BYTES = 20 << 30
+DRAM_BYTES_PER_US = 4.55e6
+
+
+def layer_row(
+    arena: Arena, context: int, batch: int, config: HySparseConfig, rounds: int
+) -> dict[str, Any]:
+    """One shape of the ``layer`` section."""
+    sequences = PagedBatch.decode(arena, MAIN_HEADS, (context,) * batch)
+    layout = PageLayout(MAIN_HEADS.kv, HEAD_DIM, torch.bfloat16, PAGE)
+    layer = arena.tiles(layout, sequences.num_pages(PAGE))
+    dense = CudaBackend()
+    sparse = SparseBackend(dense, config, make_indexes({0: layer}, "bounds", torch.bfloat16))
+    sparse.index_pages(0, torch.arange(layer.num_pages, device="cuda"))
+    key, value = torch.randn(2, batch, MAIN_HEADS.kv, HEAD_DIM, device="cuda").bfloat16()
+    out = torch.empty_like(sequences.query)
+    sparsity = torch.full((batch,), config.sparsity_ratio, device="cuda")
+    metas = [_storing(meta, sparsity) for meta in sequences.metadata(PAGE)]
+    index = sparse.indexes[0]
+    chosen = [sparse.select(sequences.query, index, meta, SCALE) for meta in metas]
+
+    def run(backend: CudaBackend | SparseBackend, meta: AttentionMetadata) -> None:
+        backend.store(layer, key, value, meta.slot_mapping)
+        backend.run(sequences.query, layer, meta, scale=SCALE, out=out)
+
+    def choice(meta: AttentionMetadata) -> None:
+        sparse._ops.index_pages(layer, index, meta.slot_mapping)
+        sparse.select(sequences.query, index, meta, SCALE)
+
+    comparison = compare(
+        {
+            "dense": [partial(run, dense, meta) for meta in metas],
+            "sparse": [partial(run, sparse, meta) for meta in metas],
+            "read only": [partial(run, dense, meta) for meta in chosen],
+            "choice": [partial(choice, meta) for meta in metas],
+        },
+        rounds=rounds,
+    )
+    if comparison.errors:
+        raise RuntimeError(f"batch {batch}, context {context}: {comparison.errors}")
+    us = {name: sample.median for name, sample in comparison.samples.items()}
+    tiles = -(-context // PAGE)
+    kept = -(-int(chosen[0].cache_seqlens[0]) // PAGE)
+    read = kv_bytes((kept * PAGE,) * batch, MAIN_HEADS.kv)
+    scored = batch * tiles * index_bytes(layout, "bounds", torch.bfloat16)
+    return {
+        "context": context,
+        "batch": batch,
+        "max_k": config.max_k,
+        "tiles": tiles,
+        "kept": kept,
+        "us": us,
+        "spread": {n: [s.p20, s.p80] for n, s in comparison.samples.items()},
+        "floor_us": {
+            "dense": kv_bytes((context,) * batch, MAIN_HEADS.kv) / DRAM_BYTES_PER_US,
+            "sparse": (read + scored) / DRAM_BYTES_PER_US,
+        },
+        "speedup": us["dense"] / us["sparse"],
+        "selection_us": us["sparse"] - us["read only"],
+        "selection_share": (us["sparse"] - us["read only"]) / us["sparse"],
+    }
+
+
+def _storing(meta: AttentionMetadata, sparsity: torch.Tensor) -> AttentionMetadata:
+    """The step that stores each sequence's newest token."""
+    last = meta.cache_seqlens.long() - 1
+    page = meta.page_table.gather(1, (last // PAGE)[:, None])[:, 0]
+    return replace(meta, slot_mapping=page * PAGE + last % PAGE, sparsity=sparsity)
+
+
+def step_section(ratio: float, rounds: int) -> dict[str, Any]:
+    """A whole decode step of the embedded engine, dense and sparse."""
+    from bench.serving.random_model import random_llama
+    from bicl.frontends.http.engine.config import EngineConfig
+    from bicl.frontends.http.engine.runner import ModelRunner
+
+    loaded = random_llama("8b", "cuda", torch.bfloat16)
+    pages = STEP_CONTEXT // PAGE
+    config = EngineConfig(
+        max_total_tokens=STEP_CONTEXT,
+        max_batch_size=STEP_BATCH,
+        hysparse=HySparseConfig(sparsity_ratio=ratio),
+    )
+    runner = ModelRunner(loaded, config, STEP_BATCH * pages)
+    for layer in runner.pool.layers:
+        layer.pages.normal_(std=0.5)
+    assert runner.shadow is not None
+    assert runner.graphs is not None
+    sparse = runner.shadow.sparse
+    for number in sparse.indexes:
+        sparse.index_pages(number, torch.arange(runner.pool.num_pages, device="cuda"))
+    runner.graphs.capture()
+    table = np.random.default_rng(0).permutation(STEP_BATCH * pages).astype(np.int32)
+    table = table.reshape(STEP_BATCH, pages)
+    last = STEP_CONTEXT - 1
+    step = (
+        np.full(STEP_BATCH, 5),
+        np.full(STEP_BATCH, last),
+        table,
+        np.full(STEP_BATCH, STEP_CONTEXT, dtype=np.int32),
+        table[:, -1].astype(np.int64) * PAGE + PAGE - 1,
+    )
+    sparsity = np.full(STEP_BATCH, ratio, dtype=np.float32)
+    calls: dict[str, Callable[[], object]] = {
+        "dense": partial(runner.graphs.replay, *step),
+        "sparse": partial(runner.graphs.replay, *step, sparsity),
+    }
+    us = _alternating(calls, rounds)
+    return {
+        "model": "Llama-3.1-8B shape, random weights, bf16",
+        "batch": STEP_BATCH,
+        "context": STEP_CONTEXT,
+        "layers": loaded.model.config.num_hidden_layers,
+        "sparse_layers": len(sparse.indexes),
+        "us": us,
+        "speedup": us["dense"] / us["sparse"],
+    }
+
+
+def _alternating(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median device time of each call in us, taken in turns, every second round reversed."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 2):
+        order = list(calls) if number % 2 else list(reversed(calls))
+        for name in order:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            calls[name]()
+            end.record()
+            end.synchronize()
+            if number >= 2:
+                times[name].append(begin.elapsed_time(end) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("bench/results/hysparse-h200.json"))
+    parser.add_argument("--ratio", type=float, default=0.65)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument(
+        "--sections", nargs="+", choices=("layer", "step"), default=("layer", "step")
+    )
+    parser.add_argument("--commit", help="of the sources, where there is no repository to ask")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _arguments(arguments)
+    if not torch.cuda.is_available():
+        print("this benchmark needs a CUDA device", file=sys.stderr)
+        return 2
+    meta = machine.describe({}, options.commit)
+    meta["command"] = " ".join(["python", "-m", "bench.hysparse.speed", *sys.argv[1:]])
+    result: dict[str, Any] = {"meta": meta, "ratio": options.ratio}
+    if "layer" in options.sections:
+        result["layer"] = rows = []
+        arena = Arena(ARENA_BYTES)
+        whole = HySparseConfig(sparsity_ratio=options.ratio, max_k=CONTEXTS[-1] // PAGE)
+        capped = HySparseConfig(sparsity_ratio=options.ratio)
+        shapes = [(context, batch, whole) for context in CONTEXTS for batch in BATCHES]
+        shapes += [(CONTEXTS[-1], batch, capped) for batch in BATCHES]  # where max_k decides
+        for context, batch, config in shapes:
+            rows.append(row := layer_row(arena, context, batch, config, options.rounds))
+            print(_line(row), flush=True)
+        del arena
+        torch.cuda.empty_cache()
+    if "step" in options.sections:
+        result["step"] = step = step_section(options.ratio, options.rounds * 3)
+        print(f"step: {step['us']}, {step['speedup']:.2f}x", flush=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def _line(row: dict[str, Any]) -> str:
+    us = ", ".join(f"{name} {value:.1f}" for name, value in row["us"].items())
+    return (
+        f"{row['batch']} x {row['context']}: {row['kept']} of {row['tiles']} tiles; {us} us; "
+        f"{row['speedup']:.2f}x, selection {row['selection_us']:.1f} us "
+        f"({row['selection_share']:.0%})"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

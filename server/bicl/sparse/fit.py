@@ -1,0 +1,267 @@
+"""Calibrate the gate on recorded attention: learn to rank pages as the model's own attention does.
+
+The teacher is the attention mass of each page under the model's true scores; the student sees what
+the index sees. Nothing here knows where the recordings come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bicl.errors import ConfigError
+from bicl.ops.cpu.sparse import combine_heads
+from bicl.sparse.selection import SelectionRule
+from bicl.sparse.sgm import BoundGate, Gate, SpatialGate, make_gate, soft_top_k
+
+__all__ = ["FitReport", "LayerReport", "Recording", "fit", "load_gate", "save_gate"]
+
+LEARNING_RATE = 0.02
+SOFTNESS = 0.25
+HELD_OUT = 5
+"""Every fifth query is not trained on; the report is about those."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One layer's attention in one text.
+
+    Attributes:
+        query: ``[R, Hq, D]`` after rotary embedding, at ``position`` (int64 ``[R]``).
+        key: ``[T, H, D]``.
+        scale: of the scores.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    position: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Shares of the attention that the left-out pages would have drawn, on held-out queries."""
+
+    layer: int
+    before: float
+    after: float
+    best: float
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """Attributes:
+    kind: of the gate. parameters: learned numbers, all layers together.
+    queries: trained on, held out.
+    sparsity: that it was fitted for.
+    layers: one report each; ``best`` is what the true attention would choose.
+    """
+
+    kind: str
+    parameters: int
+    queries: tuple[int, int]
+    sparsity: float
+    layers: tuple[LayerReport, ...]
+
+    def mean(self, what: str) -> float:
+        return sum(getattr(layer, what) for layer in self.layers) / len(self.layers)
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """Pages of one recording: what the student sees, what the teacher knows.
+
+    ``mass`` float32 ``[R, Hq, W]``; ``candidate`` bool ``[R, W]``; ``budget`` float32 ``[R]``,
+    pages to choose among the candidates.
+    """
+
+    query: torch.Tensor
+    pages: torch.Tensor  # boxes [W, H, 2, D], or keys [W, P, H, D]
+    mass: torch.Tensor
+    candidate: torch.Tensor
+    budget: torch.Tensor
+    num_kv_heads: int
+    scale: float
+
+
+def fit(
+    recordings: dict[int, Sequence[Recording]],
+    kind: str,
+    rule: SelectionRule,
+    sparsity: float,
+    *,
+    steps: int = 150,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Gate, FitReport]:
+    """Fit a gate of ``kind`` to what was recorded of each sparse layer.
+
+    Args:
+        recordings: by layer number, at least one text each.
+        rule: which pages are always kept, how many in all.
+        sparsity: share of the pages that will be left out.
+        steps: of the optimiser, for each layer (``bounds``) or for all of them (``gate``).
+        progress: called with steps done and steps to do.
+
+    Raises:
+        ConfigError: texts too short to leave anything out.
+    """
+    head_dim = next(iter(recordings.values()))[0].key.shape[2]
+    gate = make_gate(kind, tuple(recordings), head_dim)
+    lessons: dict[int, list[_Lesson]] = {}
+    held: dict[int, list[_Lesson]] = {}
+    for layer, own in recordings.items():
+        for recording in own:
+            for out, target in ((False, lessons), (True, held)):
+                place = torch.arange(len(recording.position))
+                chosen = (place % HELD_OUT == HELD_OUT - 1) == out
+                target.setdefault(layer, []).append(
+                    _lesson(recording, chosen, gate, rule, sparsity)
+                )
+    if not any(bool((x.budget > 0).any()) for own in lessons.values() for x in own):
+        raise ConfigError(
+            f"the texts are too short: up to {rule.always} pages of {rule.page_size} tokens "
+            "nothing is left out; give longer ones"
+        )
+    before = {layer: _lost(gate, layer, own) for layer, own in held.items()}
+    _train(gate, lessons, steps, progress)
+    layers = tuple(
+        LayerReport(layer, before[layer], _lost(gate, layer, own), _lost(None, layer, own))
+        for layer, own in held.items()
+    )
+    counts = [sum(len(x.query) for x in next(iter(each.values()))) for each in (lessons, held)]
+    learned = sum(p.numel() for p in gate.parameters())
+    return gate, FitReport(kind, learned, (counts[0], counts[1]), sparsity, layers)
+
+
+def _train(
+    gate: Gate,
+    lessons: dict[int, list[_Lesson]],
+    steps: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    optimiser = torch.optim.Adam(gate.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    for step in range(steps):
+        optimiser.zero_grad()
+        for layer, own in lessons.items():
+            loss = torch.stack([_loss(gate, layer, lesson) for lesson in own]).mean()
+            (loss / len(lessons)).backward()
+        optimiser.step()
+        schedule.step()
+        progress(step + 1, steps)
+
+
+def _lesson(
+    recording: Recording, chosen: torch.Tensor, gate: Gate, rule: SelectionRule, sparsity: float
+) -> _Lesson:
+    query, position = recording.query[chosen].float(), recording.position[chosen]
+    key = recording.key.float()
+    size, heads = rule.page_size, key.shape[1]
+    width = len(key) // size
+    scores = torch.einsum("rhgd,thd->rhgt", query.unflatten(1, (heads, -1)), key).flatten(1, 2)
+    seen = torch.arange(len(key)) <= position[:, None]
+    share = scores.mul_(recording.scale).masked_fill_(~seen[:, None], -torch.inf).softmax(dim=-1)
+    mass = share[..., : width * size].unflatten(2, (-1, size)).sum(dim=-1)
+    tiles = (position // size + 1).int()
+    place = torch.arange(width)
+    candidate = (place >= rule.first) & (place < (tiles - rule.recent)[:, None])
+    kept = rule.tiles_to_keep(tiles, torch.full((len(tiles),), sparsity))
+    budget = (kept - (tiles - candidate.sum(1))).clamp_min(0).float()
+    budget = budget.where(budget < candidate.sum(1), torch.zeros(()))  # nothing to choose
+    pages = key[: width * size].unflatten(0, (width, size))
+    if isinstance(gate, BoundGate):
+        pages = torch.stack((pages.amin(dim=1), pages.amax(dim=1)), dim=2)
+    return _Lesson(query, pages, mass, candidate, budget, heads, recording.scale)
+
+
+def _scores(gate: Gate, layer: int, lesson: _Lesson) -> torch.Tensor:
+    """float32 ``[R, Hq, W]``, as the index will give them."""
+    query = lesson.query
+    if isinstance(gate, BoundGate):
+        boxes, heads = lesson.pages.transpose(0, 1)[None], lesson.num_kv_heads
+        rows = query.unflatten(1, (heads, -1)).transpose(0, 1).reshape(1, -1, query.shape[2])
+        scores = gate.score(layer, rows, boxes, lesson.scale)
+        return scores.view(heads, len(query), -1, boxes.shape[2]).transpose(0, 1).flatten(1, 2)
+    keys = gate.project(lesson.pages, "key").mean(dim=1)
+    directions = gate.project(query, "query").unflatten(1, (keys.shape[1], -1))
+    return torch.einsum("rhgd,whd->rhgw", directions, keys).flatten(1, 2) * gate.sharpness
+
+
+def _loss(gate: Gate, layer: int, lesson: _Lesson) -> torch.Tensor:
+    """Distillation (cross entropy to the teacher's mass over the candidates) plus what a soft
+    top-K of the combined scores would lose."""
+    scores = _scores(gate, layer, lesson)
+    hidden = ~lesson.candidate[:, None]
+    target = lesson.mass.masked_fill(hidden, 0.0)
+    logs = scores.masked_fill(hidden, -torch.inf).log_softmax(dim=-1).masked_fill(hidden, 0.0)
+    distilled = -(target * logs).sum(dim=-1).mean()
+    rows = lesson.budget > 0
+    if not rows.any():
+        return distilled
+    heads = lesson.num_kv_heads
+    share = combine_heads(scores[rows], lesson.candidate[rows], heads, "softmax")
+    share = share.clamp_min(1e-9).log().masked_fill(hidden[rows], -torch.inf)
+    kept = soft_top_k(share, lesson.budget[rows, None].expand(-1, heads), SOFTNESS)
+    kept = kept.masked_fill(hidden[rows], 0.0).repeat_interleave(target.shape[1] // heads, dim=1)
+    return distilled + (target[rows] * (1.0 - kept)).sum(dim=-1).mean()
+
+
+@torch.no_grad()
+def _lost(gate: Gate | None, layer: int, lessons: Sequence[_Lesson]) -> float:
+    """Mean share of a head's attention in the pages left out; ``None``: as the teacher chooses."""
+    lost = []
+    for lesson in lessons:
+        rows = lesson.budget > 0
+        if not rows.any():
+            continue
+        heads, true = lesson.num_kv_heads, lesson.mass.clamp_min(1e-12).log()
+        scores = true if gate is None else _scores(gate, layer, lesson)
+        share = combine_heads(scores[rows], lesson.candidate[rows], heads, "softmax")
+        share = share.masked_fill(~lesson.candidate[rows, None], -1.0)
+        rank = share.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        out = (rank >= lesson.budget[rows, None, None]) & lesson.candidate[rows, None]
+        mass = lesson.mass[rows].unflatten(1, (heads, -1))
+        lost.append((mass * out[:, :, None]).sum(dim=-1).mean(dim=(1, 2)))
+    return float(torch.cat(lost).mean()) if lost else 0.0
+
+
+# --- files ------------------------------------------------------------------------------------
+def save_gate(path: str | Path, gate: Gate, facts: dict[str, str] | None = None) -> None:
+    """Write a gate as safetensors; what it is for stands in the file's metadata."""
+    from safetensors.torch import save_file
+
+    metadata = {"format": "bicl-hysparse-gate-1", "kind": gate.kind, "head_dim": str(gate.head_dim)}
+    if isinstance(gate, BoundGate):
+        metadata["layers"] = ",".join(map(str, gate.layers))
+    tensors = {name: value.detach().contiguous() for name, value in gate.state_dict().items()}
+    save_file(tensors, str(path), metadata | (facts or {}))
+
+
+def load_gate(path: str | Path) -> Gate:
+    """Read what :func:`save_gate` wrote.
+
+    Raises:
+        ConfigError: no such file, or not such a file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if metadata.get("format") != "bicl-hysparse-gate-1":
+            raise ConfigError(f"its format is {metadata.get('format')!r}, not bicl-hysparse-gate-1")
+        head_dim = int(metadata["head_dim"])
+        layers = tuple(int(n) for n in metadata.get("layers", "").split(",") if n)
+        gate: Gate = (
+            BoundGate(layers, head_dim) if metadata["kind"] == "bounds" else SpatialGate(head_dim)
+        )
+        gate.load_state_dict(tensors)
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"gate file {path} cannot be used: {error}; give what `bicl hysparse fit` wrote"
+        ) from None
+    return gate

@@ -1,0 +1,237 @@
+"""Every way of choosing keys behind one interface: ours, the literal form, and the baselines.
+
+Serving uses ``bounds`` or ``gate`` through :mod:`bicl.sparse.backend`. Here all of them run in
+plain torch on any device, many decode rows at a time, so that they can be compared on equal terms:
+in each row each variant keeps as many keys as the tile rule allows, its first and recent windows
+among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from bicl.ops.cpu.sparse import bound_scores, combine_heads, select_tiles
+from bicl.sparse.selection import SelectionRule
+from bicl.sparse.sgm import SpatialGate
+
+__all__ = ["VARIANTS", "Choice", "DecodeRows", "kept_keys"]
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Decode rows of one layer over keys that they share.
+
+    A row is one query at the end of ``length`` tokens. It sees the first ``shared`` of ``key`` and,
+    always, the rest, its own sequence's newest tokens, which lie in recent windows.
+
+    Attributes:
+        query: ``[R, Hq, D]``.
+        key: ``[T, H, D]``.
+        shared, length: int32 ``[R]``.
+        scale: of the attention scores.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    shared: torch.Tensor
+    length: torch.Tensor
+    scale: float
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[1]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How to choose.
+
+    Attributes:
+        rule: numbers of tiles.
+        sparsity: float32 ``[R]``.
+        weights: float32 ``[2, D]``, of the boxes, for ``bounds``.
+        gate: for the variants that score by the literal gate.
+        combine: of query heads, for the tile variants.
+        seed: of ``random``.
+    """
+
+    rule: SelectionRule
+    sparsity: torch.Tensor
+    weights: torch.Tensor
+    gate: SpatialGate
+    combine: str = "softmax"
+    seed: int = 0
+
+
+def kept_keys(variant: str, rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """bool ``[R, H, T]``: which of the shared keys each row reads."""
+    kept = VARIANTS[variant](rows, choice)
+    seen = torch.arange(rows.key.shape[0], device=rows.key.device) < rows.shared[:, None]
+    return kept & seen[:, None]
+
+
+# --- tiles ------------------------------------------------------------------------------------
+def _bounds(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    return _by_tiles(rows, choice, _box_scores(rows, choice, choice.weights), choice.combine)
+
+
+def _quest(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """Boxes as upper bounds; the paper has no shared KV heads, the maximum is its natural turn."""
+    scores = _box_scores(rows, choice, torch.ones_like(choice.weights))
+    return _by_tiles(rows, choice, scores, "max")
+
+
+def _gate(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    keys = _by_page(choice.gate.project(rows.key, "key"), choice.rule.page_size).mean(dim=1)
+    query = _grouped(choice.gate.project(rows.query, "query"), rows.num_kv_heads)
+    scores = torch.einsum("rhgd,whd->rhgw", query, keys).flatten(1, 2) * choice.gate.sharpness
+    return _by_tiles(rows, choice, scores, choice.combine)
+
+
+def _oracle(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """Tiles by the attention that they really draw."""
+    tokens = _true_scores(rows)
+    pages = F.pad(tokens, (0, -tokens.shape[2] % choice.rule.page_size), value=-torch.inf)
+    mass = pages.unflatten(2, (-1, choice.rule.page_size)).logsumexp(dim=-1)
+    return _by_tiles(rows, choice, mass, "softmax")
+
+
+def _sink_recent(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """The first window and the newest ones (StreamingLLM's window, at our budget)."""
+    width = -(-rows.key.shape[0] // choice.rule.page_size)
+    place = torch.arange(width, dtype=torch.float32, device=rows.key.device)
+    return _by_tiles(rows, choice, place.expand(*rows.query.shape[:2], -1), "max")
+
+
+def _random(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    width = -(-rows.key.shape[0] // choice.rule.page_size)
+    generator = torch.Generator().manual_seed(choice.seed)
+    scores = torch.rand(*rows.query.shape[:2], width, generator=generator)
+    return _by_tiles(rows, choice, scores.to(rows.key.device), "sum")
+
+
+# --- tokens -----------------------------------------------------------------------------------
+def _literal(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """As the source has it: cosines, softmax inside each window of 64, top-K over all of them."""
+    cosine = _cosines(rows, choice)
+    size = choice.rule.page_size
+    share = F.pad(cosine, (0, -cosine.shape[2] % size), value=-torch.inf)
+    share = share.unflatten(2, (-1, size)).softmax(dim=-1).flatten(2)
+    return _by_tokens(rows, choice, share[..., : cosine.shape[2]], "sum")
+
+
+def _raw_global(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """The same cosines, compared as they are."""
+    return _by_tokens(rows, choice, _cosines(rows, choice), "max")
+
+
+def _tile_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """Half of the sparsity by tiles, the rest by the gate's scores of the tokens in them."""
+    coarse = Choice(choice.rule, choice.sparsity / 2, choice.weights, choice.gate, choice.combine)
+    tiles = _bounds(rows, coarse)
+    cosine = _cosines(rows, choice) * choice.gate.sharpness
+    return _by_tokens(rows, choice, cosine, choice.combine, among=tiles)
+
+
+def _oracle_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """Tokens by the attention that they really draw: no choice of as many keys does better."""
+    return _by_tokens(rows, choice, _true_scores(rows), "softmax")
+
+
+VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
+    "bounds": _bounds,
+    "gate": _gate,
+    "literal": _literal,
+    "tile-token": _tile_token,
+    "raw-global": _raw_global,
+    "quest": _quest,
+    "sink-recent": _sink_recent,
+    "random": _random,
+    "oracle": _oracle,
+    "oracle-token": _oracle_token,
+}
+
+
+# --- shared -----------------------------------------------------------------------------------
+def _grouped(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """``[R, Hq, D]`` to ``[R, H, group, D]``."""
+    return query.unflatten(1, (num_kv_heads, -1))
+
+
+def _by_page(keys: torch.Tensor, size: int) -> torch.Tensor:
+    """``[T, H, D]`` to ``[pages, size, H, D]``; the last page repeats its last key."""
+    missing = -len(keys) % size
+    return torch.cat((keys, keys[-1:].expand(missing, -1, -1))).unflatten(0, (-1, size))
+
+
+def _true_scores(rows: DecodeRows) -> torch.Tensor:
+    """float32 ``[R, Hq, T]``, -inf where a row sees nothing."""
+    query = _grouped(rows.query.float(), rows.num_kv_heads)
+    scores = torch.einsum("rhgd,thd->rhgt", query, rows.key.float()).flatten(1, 2) * rows.scale
+    hidden = torch.arange(len(rows.key), device=scores.device) >= rows.shared[:, None]
+    return scores.masked_fill_(hidden[:, None], -torch.inf)
+
+
+def _cosines(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """float32 ``[R, Hq, T]``."""
+    query = _grouped(choice.gate.project(rows.query, "query"), rows.num_kv_heads)
+    return torch.einsum("rhgd,thd->rhgt", query, choice.gate.project(rows.key, "key")).flatten(1, 2)
+
+
+def _box_scores(rows: DecodeRows, choice: Choice, weights: torch.Tensor) -> torch.Tensor:
+    pages = _by_page(rows.key, choice.rule.page_size)
+    boxes = torch.stack((pages.amin(dim=1), pages.amax(dim=1)), dim=2)  # [W, H, 2, D]
+    # All rows share the keys: one batch entry with all the rows as its heads.
+    count, heads = rows.query.shape[0], rows.num_kv_heads
+    query = _grouped(rows.query, heads).transpose(0, 1).reshape(1, -1, rows.query.shape[2])
+    scores = bound_scores(query, boxes.transpose(0, 1)[None], weights, rows.scale)
+    return scores.view(heads, count, -1, len(boxes)).transpose(0, 1).flatten(1, 2)
+
+
+def _by_tiles(rows: DecodeRows, choice: Choice, scores: torch.Tensor, combine: str) -> torch.Tensor:
+    """Keys of the tiles that ``select_tiles`` picks by ``scores`` ``[R, Hq, tiles]``."""
+    rule, heads = choice.rule, rows.num_kv_heads
+    num_tiles = (rows.length + rule.page_size - 1) // rule.page_size
+    width = max(int(num_tiles.max()), scores.shape[2])
+    scores = F.pad(scores, (0, width - scores.shape[2]))
+    table = torch.arange(width, dtype=torch.int32, device=scores.device).expand(len(scores), -1)
+    positions = torch.empty(len(scores), heads, width, dtype=torch.int32, device=scores.device)
+    select_tiles(scores, table, rows.length, choice.sparsity, rule, heads, combine, positions)
+    kept = torch.zeros(len(scores), heads, width + 1, dtype=torch.bool, device=scores.device)
+    kept.scatter_(2, positions.long(), True)
+    return kept[..., :width].repeat_interleave(rule.page_size, dim=2)[..., : len(rows.key)]
+
+
+def _by_tokens(
+    rows: DecodeRows,
+    choice: Choice,
+    scores: torch.Tensor,
+    combine: str,
+    among: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The best tokens by ``scores`` ``[R, Hq, T]``, as many as the tile rule would keep.
+
+    Args:
+        among: bool ``[R, H, T]``, what to choose from.
+    """
+    rule, heads, total = choice.rule, rows.num_kv_heads, len(rows.key)
+    place = torch.arange(total, device=scores.device)
+    num_tiles = (rows.length + rule.page_size - 1) // rule.page_size
+    first = place < rule.first * rule.page_size
+    recent = place >= ((num_tiles - rule.recent) * rule.page_size)[:, None]
+    seen = place < rows.shared[:, None]
+    candidate = seen & ~first & ~recent
+    share = combine_heads(scores, candidate, heads, combine)
+    share = share.masked_fill((first | recent)[:, None], torch.inf)
+    if among is not None:
+        share = share.masked_fill(~among & candidate[:, None], -torch.finfo(share.dtype).max)
+    share = share.masked_fill(~seen[:, None], -torch.inf)
+    skipped = (num_tiles - rule.tiles_to_keep(num_tiles, choice.sparsity)) * rule.page_size
+    kept = (rows.shared - skipped).clamp_min(0)
+    order = share.argsort(dim=-1, descending=True, stable=True)
+    rank = place < kept[:, None, None]
+    return torch.zeros_like(share, dtype=torch.bool).scatter_(2, order, rank.expand_as(share))
