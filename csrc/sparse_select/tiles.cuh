@@ -39,6 +39,7 @@ struct TilesShared {
   float2* stats;   // [cluster][group]: greatest score and sum of a CTA's share
   float* factors;  // [group]
   float* scores;   // [group][row_stride] of the CTA's share
+  int32_t* pages;  // [max_pages], the sequence's page table
   uint32_t* keys;  // [max_pages]
   uint16_t* list;  // [max_pages]
 
@@ -48,7 +49,7 @@ struct TilesShared {
   static int bytes(const TilesKernelParams& k, int blocks, Work work) {
     int bytes = vector_count(k, blocks, work) * 16 + 2 * k.p.index.dims * 4;
     if (work != Work::kScore)
-      bytes += k.group * (kMaxCluster * 8 + 4 + k.row_stride * 4) + k.p.max_pages * 6;
+      bytes += k.group * (kMaxCluster * 8 + 4 + k.row_stride * 4) + k.p.max_pages * 10;
     return bytes;
   }
   __device__ __forceinline__ TilesShared(char* base, const TilesKernelParams& k, int blocks, Work work) {
@@ -57,7 +58,8 @@ struct TilesShared {
     weights = reinterpret_cast<float*>(stats + (work == Work::kScore ? 0 : kMaxCluster * k.group));
     factors = weights + 2 * k.p.index.dims;
     scores = factors + k.group;
-    keys = reinterpret_cast<uint32_t*>(scores + k.group * k.row_stride);
+    pages = reinterpret_cast<int32_t*>(scores + k.group * k.row_stride);
+    keys = reinterpret_cast<uint32_t*>(pages + k.p.max_pages);
     list = reinterpret_cast<uint16_t*>(keys + k.p.max_pages);
   }
 };
@@ -75,7 +77,7 @@ class TilesCta {
   }
 
   __device__ __forceinline__ void run(TopKScratch& scratch) {
-    if (p_.pdl) ptx::grid_launch_dependents();
+    if (p_.pdl && kWork != Work::kChoose) ptx::grid_launch_dependents();
     if (p_.pdl && (p_.late_input || kWork == Work::kSelect)) ptx::grid_dependency_wait();
     if (kWork == Work::kChoose) peers_.arrive_started();
     read_lengths();
@@ -91,7 +93,10 @@ class TilesCta {
     if (p_.combine == Combine::kSoftmax) normalise();
     combine();
     peers_.join();
-    if (peers_.rank == 0) select(scratch);
+    if (peers_.rank > 0) return;
+    // Not sooner: the CTAs of attention that came early would sit where few of them fit, and stay there.
+    if (p_.pdl && kWork == Work::kChoose) ptx::grid_launch_dependents();
+    select(scratch);
   }
 
  private:
@@ -146,6 +151,7 @@ class TilesCta {
     RowPieces rows;
     // On their way while the query is still being written.
     load_rows(rows, from.upper, from.lower, 0, pieces, lane_);
+    if (kWork == Work::kChoose && peers_.rank == 0) fetch_table();
     for (int i = threadIdx.x; i < 2 * p_.index.dims; i += kThreads) shared_.weights[i] = p_.weights[i];
     __syncthreads();
     if (p_.pdl) ptx::grid_dependency_wait();
@@ -173,6 +179,10 @@ class TilesCta {
     __syncthreads();
   }
 
+  __device__ __forceinline__ void fetch_table() const {
+    for (int i = threadIdx.x; i < count_; i += kThreads) shared_.pages[i] = table()[i];
+  }
+
   __device__ __forceinline__ void put_scores(const float (&acc)[kBlocks][4], int first_head, int first) const {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
@@ -190,6 +200,7 @@ class TilesCta {
     for (int query_head = 0; query_head < k_.group; ++query_head)
       for (int i = threadIdx.x; i < count_; i += kThreads)
         shared_.scores[query_head * k_.row_stride + i] = scores_of(query_head)[i];
+    fetch_table();
     __syncthreads();
   }
 
@@ -231,8 +242,10 @@ class TilesCta {
     for (int query_head = warp_; query_head < k_.group; query_head += kWarps) {
       float* scores = shared_.scores + query_head * k_.row_stride - begin_;
       float most = -INFINITY, sum = 0.f;
+#pragma unroll 4
       for (int i = begin_scored() + lane_; i < end_scored(); i += 32) most = fmaxf(most, scores[i]);
       most = warp_max(most);
+#pragma unroll 4
       for (int i = begin_scored() + lane_; i < end_scored(); i += 32) {
         const float weight = ptx::exp2_approx((scores[i] - most) * kLog2e);
         scores[i] = weight;
@@ -275,7 +288,7 @@ class TilesCta {
   // --- selection -----------------------------------------------------------------------------------------------------
   __device__ __forceinline__ void keep_all() const {
     if (p_.pdl) ptx::grid_dependency_wait();  // the kernels ahead may still read what this one writes
-    for (int i = begin_ + threadIdx.x; i < end_; i += kThreads) put(i, i);
+    for (int i = begin_ + threadIdx.x; i < end_; i += kThreads) put(i, i, table()[i]);
     put_length();
   }
 
@@ -283,12 +296,15 @@ class TilesCta {
     const int need = keep_ - (count_ - (end_scored_ - first_scored_));
     const Cut cut = need > 0 ? find_cut(shared_.keys, first_scored_, end_scored_, need, scratch) : Cut{kAlways - 1, 0};
     list_taken(shared_.keys, count_, cut, shared_.list, scratch);
-    for (int i = threadIdx.x; i < keep_; i += kThreads) put(i, shared_.list[i]);
+    for (int i = threadIdx.x; i < keep_; i += kThreads) {
+      const int position = shared_.list[i];
+      put(i, position, shared_.pages[position]);
+    }
     put_length();
   }
 
-  __device__ __forceinline__ void put(int index, int position) const {
-    p_.selected[row() + index] = table()[position];
+  __device__ __forceinline__ void put(int index, int position, int32_t page) const {
+    p_.selected[row() + index] = page;
     if (p_.positions != nullptr) p_.positions[row() + index] = position;
   }
 

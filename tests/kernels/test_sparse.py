@@ -257,7 +257,7 @@ def test_of_equal_scores_the_earlier_tiles_win(backend: CudaBackend, way: object
 def test_a_broken_index_still_gives_a_valid_choice(
     backend: CudaBackend, poison: float, combine: str
 ) -> None:
-    own = indexed_step(backend, [5000, 3333], PageLayout(2, 64, torch.float16, 64, 64))
+    own = indexed_step(backend, [5000, 3333], PageLayout(2, 64, torch.bfloat16, 64, 64))
     own.index.vectors[::3] = poison
     sparsity, rule = everyone(own.meta, 0.65), rule_for(64)
     _, _, positions = choose(own, sparsity, rule, combine)
