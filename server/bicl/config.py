@@ -66,8 +66,11 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def parse_memory(text: str, free_bytes: int) -> int:
+def parse_memory(text: str, free_bytes: int, name: str = "--cache-memory") -> int:
     """Bytes that ``text`` stands for: ``8GiB``, ``512MB``, ``1048576``, or ``40%`` of what is free.
+
+    Args:
+        name: of the setting, for messages.
 
     Raises:
         ConfigError: not a size, not positive, or more than is free.
@@ -75,7 +78,7 @@ def parse_memory(text: str, free_bytes: int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[kmgt]?i?b?)\s*", text, re.IGNORECASE)
     if match is None:
         raise ConfigError(
-            f"--cache-memory {text!r} is not a size; write 8GiB, 512MB, a number of bytes, or 40%"
+            f"{name} {text!r} is not a size; write 8GiB, 512MB, a number of bytes, or 40%"
         )
     number, unit = float(match[1]), match[2].lower()
     if unit == "%":
@@ -83,15 +86,13 @@ def parse_memory(text: str, free_bytes: int) -> int:
     else:
         scale = {**_UNITS, **_BINARY}.get(unit.removesuffix("b"))
         if scale is None:
-            raise ConfigError(
-                f"--cache-memory {text!r}: unknown unit {match[2]!r}; write GiB or MB"
-            )
+            raise ConfigError(f"{name} {text!r}: unknown unit {match[2]!r}; write GiB or MB")
         wanted = int(number * scale)
     if wanted < 1:
-        raise ConfigError(f"--cache-memory {text!r} is no memory at all; give at least one page")
+        raise ConfigError(f"{name} {text!r} is no memory at all; give at least one page")
     if wanted > free_bytes:
         raise ConfigError(
-            f"--cache-memory {text} needs {wanted} bytes, but {free_bytes} are free; "
+            f"{name} {text} needs {wanted} bytes, but {free_bytes} are free; "
             f"the largest value that fits is {free_bytes}"
         )
     return wanted
@@ -126,11 +127,46 @@ class KVCacheConfig:
     disable_prefix_caching: bool = setting(
         False, "Never reuse pages between requests.", env="BICL_DISABLE_PREFIX_CACHING"
     )
+    host_cache_size: str = setting(
+        "auto",
+        "Host memory for prefixes that leave the cache: 64GiB, 50% of the free memory, 0 for none. "
+        "auto: a quarter of the free memory on a GPU, none on the CPU.",
+        env="BICL_HOST_CACHE_SIZE",
+    )
+    disk_cache_dir: str | None = setting(
+        None,
+        "Folder for prefixes on a local disk, below the host memory; found again after a restart.",
+        env="BICL_DISK_CACHE_DIR",
+    )
+    disk_cache_size: str | None = setting(
+        None,
+        "Size of the prefixes in --disk-cache-dir: 500GiB, or 50% of the free space.",
+        env="BICL_DISK_CACHE_SIZE",
+    )
 
     def __post_init__(self) -> None:
         _check_choices(self)
         if self.cache_memory != "auto":
             parse_memory(self.cache_memory, free_bytes=1 << 62)
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        host, folder, disk = self.host_cache_size, self.disk_cache_dir, self.disk_cache_size
+        for name, size in (("--host-cache-size", host), ("--disk-cache-size", disk)):
+            if size not in (None, "auto", "0") or (size == "auto" and size is disk):
+                parse_memory(str(size), 1 << 62, name)
+        if (folder is None) != (disk is None):
+            raise ConfigError("--disk-cache-dir and --disk-cache-size belong together; give both")
+        if folder is not None and host == "0":
+            raise ConfigError(
+                "--host-cache-size 0 leaves no memory through which --disk-cache-dir is read and "
+                "written; give it a size"
+            )
+        if self.disable_prefix_caching and (folder is not None or host not in ("auto", "0")):
+            raise ConfigError(
+                "--disable-prefix-caching leaves nothing to keep with --host-cache-size or "
+                "--disk-cache-dir; give one or the other"
+            )
 
     def page_size(self, head_dim: int, max_total_tokens: int) -> int:
         """Tokens a page, with ``auto`` resolved for a model and its longest request."""

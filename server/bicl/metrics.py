@@ -30,6 +30,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
+from bicl.cache.tiers import FAILURES
 from bicl.sparse.guard import FALLBACK_REASONS
 
 if TYPE_CHECKING:
@@ -227,6 +228,7 @@ class _EngineCollector:
         yield from _tgi_gauges(stats, self._facts)
         yield from _cache_gauges(stats)
         yield from _engine_counters(stats)
+        yield from _tier_metrics(stats)
         yield from _sparse_metrics(stats.sparse)
         yield from _constant_gauges(self._facts)
 
@@ -252,6 +254,8 @@ def _cache_gauges(stats: EngineStats) -> Iterator[Metric]:
     pages.add_metric(["free"], stats.pages_free)
     pages.add_metric(["cached"], stats.pages_cached)
     pages.add_metric(["in_use"], stats.pages_in_use)
+    pages.add_metric(["pinned"], stats.pages_pinned)
+    pages.add_metric(["loading"], stats.pages_loading)
     yield pages
     yield _gauge("bicl_page_capacity", "Pages of the cache", stats.pages_total)
     usage = stats.pages_in_use / stats.pages_total if stats.pages_total else 0.0
@@ -269,6 +273,16 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
             stats.queried_tokens,
         ),
         ("bicl_prefix_hit_tokens", "Prompt tokens found in the cache", stats.hit_tokens),
+        (
+            "bicl_page_tag_mismatches",
+            "Cached pages without their tag, computed anew",
+            stats.tag_mismatches,
+        ),
+        (
+            "bicl_evicted_page_age_seconds",
+            "Sum over evicted pages of the time since their last use",
+            stats.evicted_age_ms / 1000,
+        ),
         ("bicl_evicted_pages", "Cached pages given up for new ones", stats.evicted_pages),
         ("bicl_preemptions", "Running requests put back into the queue", stats.preemptions),
         ("bicl_prefilled_tokens", "Prompt tokens computed", stats.prefilled_tokens),
@@ -330,6 +344,63 @@ def _sparse_metrics(stats: SparseStats) -> Iterator[Metric]:
     for group in _LAYER_GROUPS:
         entropy.add_metric([group], stats.entropy.get(group, math.nan))
     yield entropy
+
+
+def _tier_metrics(stats: EngineStats) -> Iterator[Metric]:
+    hits = CounterMetricFamily(
+        "bicl_tier_hit_tokens", "Prompt tokens found, by where", labels=["tier"]
+    )
+    pool = stats.hit_tokens - stats.host_hit_tokens - stats.disk_hit_tokens
+    hits.add_metric(["device"], pool)
+    hits.add_metric(["host"], stats.host_hit_tokens)
+    hits.add_metric(["disk"], stats.disk_hit_tokens)
+    yield hits
+    tiers = stats.tiers
+    moved = CounterMetricFamily("bicl_tier_bytes", "Bytes of pages copied", labels=["copy"])
+    for copy, num_bytes in (
+        ("device_to_host", tiers.saved_bytes),
+        ("host_to_device", tiers.loaded_bytes),
+        ("host_to_disk", tiers.disk_written_bytes),
+        ("disk_to_host", tiers.disk_read_bytes),
+    ):
+        moved.add_metric([copy], num_bytes)
+    yield moved
+    seconds = CounterMetricFamily(
+        "bicl_tier_load_seconds", "Time of copies to the device", labels=["time"]
+    )
+    seconds.add_metric(["hidden"], tiers.hidden_seconds)
+    seconds.add_metric(["exposed"], tiers.exposed_seconds)
+    yield seconds
+    failures = CounterMetricFamily(
+        "bicl_tier_failures", "Reads that failed; their tokens were computed", labels=["reason"]
+    )
+    for reason in FAILURES:
+        failures.add_metric([reason], tiers.failures[reason])
+    yield failures
+    lost = CounterMetricFamily(
+        "bicl_tier_evicted_pages", "Pages that left a tier to make room", labels=["tier"]
+    )
+    lost.add_metric(["host"], tiers.host_evicted_pages)
+    lost.add_metric(["disk"], tiers.disk_evicted_pages)
+    yield lost
+    for name, text, value in (
+        ("bicl_tier_skipped_fetches", "Hits sooner computed than copied", tiers.skipped_fetches),
+        ("bicl_tier_cancelled_fetches", "Copies given up", tiers.cancelled_fetches),
+        ("bicl_tier_unsaved_pages", "Pages that never reached the host", tiers.dropped_saves),
+        (
+            "bicl_tier_unwritten_pages",
+            "Pages that never reached disk",
+            tiers.disk_dropped_pages,
+        ),
+    ):
+        yield CounterMetricFamily(name, text, value=value)
+    held = GaugeMetricFamily("bicl_tier_pages", "Pages held", labels=["tier"])
+    held.add_metric(["host"], tiers.host_pages)
+    held.add_metric(["disk"], tiers.disk_pages)
+    yield held
+    yield _gauge("bicl_tier_host_page_capacity", "Room of the host tier", tiers.host_slots)
+    yield _gauge("bicl_tier_disk_bytes", "Bytes of the disk tier in use", tiers.disk_bytes)
+    yield _gauge("bicl_tier_disk_max_bytes", "Bytes of the disk tier", tiers.disk_max_bytes)
 
 
 def _constant_gauges(facts: CacheFacts) -> Iterator[Metric]:

@@ -182,6 +182,7 @@ class CacheManager:
         resumed: bool = False,
         only_arriving: bool = False,
         from_tiers: bool = True,
+        max_cached: int | None = None,
     ) -> SequencePages | None:
         """Begin a sequence: lock its longest cached prefix and allocate pages for the rest.
 
@@ -198,6 +199,7 @@ class CacheManager:
             resumed: this sequence was preempted; finding its own pages is no hit worth counting.
             only_arriving: None if nothing would come from the tiers.
             from_tiers: False leaves what only they hold where it is.
+            max_cached: most tokens of the pool's that may be shared; default all but the last.
 
         Returns:
             None if there is no room now, even after evicting all that may be evicted. With no
@@ -213,7 +215,7 @@ class CacheManager:
             raise InvalidInputError("a sequence needs at least one token")
         self._refuse_oversize(length)
         room = length if num_tokens is None else min(max(num_tokens, 1), length)
-        match = self._match(ids, namespace, reuse)
+        match = self._match(ids, namespace, reuse, max_cached)
         coming = self._reserve(ids, namespace, match) if reuse and from_tiers else None
         if only_arriving and coming is None:
             return None
@@ -410,10 +412,15 @@ class CacheManager:
         check_counts(self._allocator, self._index, self._live, abandoned)
 
     # --- inside ------------------------------------------------------------------------------
-    def _match(self, ids: bytes, namespace: Namespace, reuse: bool) -> Match | None:
+    def _match(
+        self, ids: bytes, namespace: Namespace, reuse: bool, max_cached: int | None = None
+    ) -> Match | None:
         if not (reuse and self.prefix_cache):
             return None
-        match = self._index.match(namespace, ids, len(ids) // ID_BYTES - 1)
+        limit = len(ids) // ID_BYTES - 1
+        if max_cached is not None:
+            limit = min(limit, max_cached)
+        match = self._index.match(namespace, ids, limit)
         if match is None:
             return None
         sound = self.tags.num_verified(match.pages, match.keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from bicl.cache.keys import Namespace
@@ -22,6 +23,20 @@ class PageCopy(NamedTuple):
     num_tokens: int
 
 
+@dataclass
+class GroupPages:
+    """A sequence's pages in the second group, whose layers may hold fewer of its tokens.
+
+    Attributes:
+        pages: of that group's manager.
+        num_dropped_tokens: tokens that are no longer there: token ``i`` of the sequence's newest
+            ones lies at place ``i - num_dropped_tokens``.
+    """
+
+    pages: SequencePages
+    num_dropped_tokens: int = 0
+
+
 class SequencePages:
     """Pages of one live sequence. Read-only outside the manager; ends with ``release``.
 
@@ -39,6 +54,7 @@ class SequencePages:
         fetch: pages on their way from the tiers, to join in every layer of the first step, and then
             to confirm with ``CacheManager.fetched``.
         num_host_tokens, num_disk_tokens: those of ``num_cached_tokens`` that came from there.
+        group: its pages in a second page group, see :mod:`bicl.cache.groups`.
     """
 
     __slots__ = (
@@ -49,6 +65,7 @@ class SequencePages:
         "_page_size",
         "_tail",
         "fetch",
+        "group",
         "namespace",
         "num_cached_tokens",
         "num_committed_tokens",
@@ -74,6 +91,7 @@ class SequencePages:
         self.num_host_tokens = 0
         self.num_disk_tokens = 0
         self.fetch: Fetch | None = None
+        self.group: GroupPages | None = None
         self._page_size = page_size
         self._node: Node | None = None  # locked end of the indexed chain; None: not indexed
         self._copy_node: Node | None = None  # locked until the copy is issued

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from bicl.cache.stats import FlushReport
 from bicl.errors import CapacityError, InvalidInputError, OverloadedError
 from bicl.frontends.http.engine.config import EngineStats
 from bicl.frontends.http.engine.stream import RequestStream
@@ -49,6 +50,8 @@ class FakeEngine:
         self._stopped = threading.Event()
         self.requests: list[GenerationRequest] = []
         self.cached_tokens = 0
+        self.cached_host_tokens = 0
+        self.flushes = 0
         self.draining = False
         self.healthy = True
         self.fail_with: Exception | None = None
@@ -93,6 +96,10 @@ class FakeEngine:
             running, self._running = list(self._running.values()), {}
         for each in running:
             each.stream.put(RequestFailed(RuntimeError("the engine stopped")))
+
+    def flush_cache(self) -> FlushReport:
+        self.flushes += 1
+        return FlushReport(freed_pages=3, orphaned_pages=1, dropped_pins=0, tier_pages=7)
 
     def snapshot(self) -> EngineStats:
         with self._lock:
@@ -156,6 +163,7 @@ class FakeEngine:
             prompt_tokens=len(request.prompt_ids),
             generated_tokens=len(running.produced),
             cached_tokens=self.cached_tokens,
+            cached_host_tokens=self.cached_host_tokens,
             queue_time=0.001,
             inference_time=0.002,
         )

@@ -345,3 +345,39 @@ def test_every_reference_in_openapi_leads_somewhere(client: TestClient) -> None:
     text = client.get("/api-doc/openapi.json").text
     names = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
     assert names <= set(client.get("/api-doc/openapi.json").json()["components"]["schemas"])
+
+
+def test_flush_forgets_all_tiers_and_reports(client: TestClient, engine: FakeEngine) -> None:
+    """(A18)"""
+    response = client.post("/cache/flush")
+    assert response.status_code == 200
+    assert response.json() == {
+        "freed_pages": 3,
+        "held_pages": 1,
+        "dropped_pins": 0,
+        "tier_pages": 7,
+    }
+    assert engine.flushes == 1
+    assert client.get("/cache/flush").status_code == 405
+
+
+def test_flush_needs_the_api_key(make_client) -> None:
+    client = make_client(api_key="sesame")
+    assert client.post("/cache/flush").status_code == 401
+    headers = {"authorization": "Bearer sesame"}
+    assert client.post("/cache/flush", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("host", [0, 128])
+def test_cached_tokens_are_told_by_tier_where_they_left_the_device(
+    client: TestClient, engine: FakeEngine, host: int
+) -> None:
+    engine.cached_tokens, engine.cached_host_tokens = 192, host
+    by_tier = {"device": 192 - host, "host": host, "disk": 0} if host else None
+    body = {"inputs": "hello", "parameters": {"details": True, "max_new_tokens": 2}}
+    details = client.post("/generate", json=body).json()["details"]
+    assert details["cached_tokens"] == 192
+    assert details.get("cached_tokens_by_tier") == by_tier
+    body = {"model": "m", "prompt": "hello", "max_tokens": 2}
+    usage = client.post("/v1/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens_details"].get("cached_tokens_by_tier") == by_tier

@@ -2,11 +2,12 @@
 
 from bicl.cache.tiers.costs import TransferCosts
 from bicl.cache.tiers.mover import Copy, HostMover, PageMover
-from bicl.cache.tiers.stats import TierStats
+from bicl.cache.tiers.stats import FAILURES, TierStats
 from bicl.cache.tiers.tiers import PageTiers
 from bicl.cache.tiers.transfers import Fetch, Promotion, Reservation
 
 __all__ = [
+    "FAILURES",
     "Copy",
     "Fetch",
     "HostMover",

@@ -15,7 +15,8 @@ import os
 import shutil
 import struct
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -85,6 +86,8 @@ class DiskStore:
         self._number = 0
         self.num_bytes = 0
         self.evicted_pages = 0
+        # Chains used in the tiers above; looked at only when something must leave.
+        self.used_elsewhere: deque[Sequence[bytes]] = deque(maxlen=4096)
         self._index = BlockIndex(make_policy(policy, max_bytes // self.file_bytes), _PARENT_BYTES)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -101,11 +104,10 @@ class DiskStore:
         with self._mutex:
             return self._index.get(key) is not None
 
-    def touch(self, keys: list[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
         """Pages of one chain were asked for, given first to last."""
         with self._mutex:
-            found = (self._index.get(key) for key in keys)
-            self._index.touch(block for block in found if block is not None)
+            self._touch(keys)
 
     def write(self, key: bytes, parent: bytes, ids: bytes, group: str, page: memoryview) -> bool:
         """Store a page; False if it is there already or was flushed meanwhile.
@@ -227,8 +229,14 @@ class DiskStore:
         name = f"{block.key.hex()}-{block.parent[:_PARENT_BYTES].hex()}{_SUFFIX}"
         return self._folder / block.group / name
 
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        found = (self._index.get(key) for key in keys)
+        self._index.touch(block for block in found if block is not None)
+
     def _make_room(self) -> bool:
         while self.num_bytes + self.file_bytes > self.max_bytes:
+            while self.used_elsewhere:
+                self._touch(self.used_elsewhere.popleft())
             victim = self._index.victim(lambda block: not block.pinned)
             if victim is None:
                 return False

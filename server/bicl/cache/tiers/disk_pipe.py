@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from bicl.cache.keys import PageChain
@@ -59,6 +59,11 @@ class DiskPipe:
             target=self._write_loop, name="bicl-tier-write", daemon=True
         )
         self._writer.start()
+
+    @property
+    def used_elsewhere(self) -> deque[Sequence[bytes]]:
+        """Where to put the keys of a chain that was used in a tier above."""
+        return self._store.used_elsewhere
 
     @property
     def idle(self) -> bool:

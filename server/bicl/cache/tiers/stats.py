@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-__all__ = ["TierStats"]
+__all__ = ["FAILURES", "TierStats"]
+
+FAILURES = ("missing", "short", "corrupt", "foreign", "late", "io", "stale", "copy")
+"""Why pages did not come."""
 
 
 @dataclass(slots=True)
@@ -24,8 +27,7 @@ class TierStats:
             on, and during which it waited.
         skipped_fetches: hits left alone because computing them anew is faster.
         cancelled_fetches: fetches given up before they ended.
-        failures: by reason (``missing``, ``short``, ``corrupt``, ``foreign``, ``late``, ``io``,
-            ``stale``, ``copy``); each was made good by computing the tokens.
+        failures: by reason (``FAILURES``); each was made good by computing the tokens.
         host_pages, host_slots, disk_pages, disk_bytes, disk_max_bytes: what is held, of how much.
     """
 

@@ -132,6 +132,8 @@ class PageTiers:
             self._host.touch(blocks)
             for block in blocks:
                 self._host.lease(block)
+        if self._disk is not None and blocks:
+            self._disk.used_elsewhere.append([block.key for block in blocks])
         return Reservation(self, blocks)
 
     def num_on_disk(self, chain: PageChain, first: int, last: int) -> int:
@@ -146,6 +148,8 @@ class PageTiers:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Pages of one chain were used in the pool: their copies here are used, too."""
         self._host.used_elsewhere.append(keys)
+        if self._disk is not None:
+            self._disk.used_elsewhere.append(keys)
 
     def promote(self, chain: PageChain, first: int, last: int) -> Promotion | None:
         """Read the chain's pages from ``first`` on from disk, as far as it holds them; None if it

@@ -10,10 +10,12 @@ from bicl.frontends.http.errors import validation_error
 from bicl.frontends.http.inference import Generated, Step, request_times
 from bicl.frontends.http.request import FinishReason, RequestDone, SparseUsage, TokenEvent
 from bicl.frontends.http.request import Token as EngineToken
+from bicl.frontends.http.request import Usage as EngineUsage
 from bicl.frontends.http.schemas.base import shortest_f32
 from bicl.frontends.http.schemas.chat import PromptTokensDetails, Usage
 from bicl.frontends.http.schemas.generate import (
     BestOfSequence,
+    CachedByTier,
     Details,
     GenerateRequest,
     HySparseDetails,
@@ -77,6 +79,7 @@ def details(answer: Generated, others: list[BestOfSequence] | None = None) -> De
         best_of_sequences=others,
         top_tokens=_top_tokens(answer),
         cached_tokens=done.usage.cached_tokens,
+        cached_tokens_by_tier=cached_by_tier([done.usage]),
         hysparse=hysparse_details(done.usage.sparse),
     )
 
@@ -92,8 +95,20 @@ def best_of_sequence(answer: Generated, prompt: str) -> BestOfSequence:
         tokens=wire_tokens(event.token for event in answer.events),
         top_tokens=_top_tokens(answer),
         cached_tokens=done.usage.cached_tokens,
+        cached_tokens_by_tier=cached_by_tier([done.usage]),
         hysparse=hysparse_details(done.usage.sparse),
     )
+
+
+def cached_by_tier(usages: Iterable[EngineUsage]) -> CachedByTier | None:
+    """Sums over requests; ``None`` if nothing came from below the device."""
+    each = list(usages)
+    host = sum(usage.cached_host_tokens for usage in each)
+    disk = sum(usage.cached_disk_tokens for usage in each)
+    if not host + disk:
+        return None
+    device = sum(usage.cached_tokens for usage in each) - host - disk
+    return CachedByTier(device=device, host=host, disk=disk)
 
 
 def hysparse_details(told: SparseUsage | None) -> HySparseDetails | None:
@@ -117,12 +132,15 @@ def usage(
     completion_tokens: int,
     cached_tokens: int,
     hysparse: HySparseDetails | None = None,
+    by_tier: CachedByTier | None = None,
 ) -> Usage:
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=cached_tokens, cached_tokens_by_tier=by_tier
+        ),
         hysparse=hysparse,
     )
 
@@ -230,6 +248,7 @@ def _last_response(
         seed=seed,
         input_length=done.usage.prompt_tokens,
         cached_tokens=done.usage.cached_tokens,
+        cached_tokens_by_tier=cached_by_tier([done.usage]),
         hysparse=hysparse_details(done.usage.sparse),
     )
     return StreamResponse(

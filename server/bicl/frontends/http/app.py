@@ -46,6 +46,7 @@ def create_app(server: ServerState) -> FastAPI:
         completions.router,
         cloud.router,
         ops.tokenize_router,
+        ops.cache_router,
     )
     for router in guarded_routers:
         app.include_router(router, dependencies=guarded)

@@ -161,7 +161,11 @@ class ChatStream:
         assert facts is not None
         chunk = self._envelope([])
         chunk.usage = usage(
-            facts.input_length, facts.generated_tokens, facts.cached_tokens, facts.hysparse
+            facts.input_length,
+            facts.generated_tokens,
+            facts.cached_tokens,
+            facts.hysparse,
+            facts.cached_tokens_by_tier,
         )
         return chunk
 

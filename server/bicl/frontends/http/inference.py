@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from bicl.cache.stats import FlushReport
 from bicl.errors import BiclError
 from bicl.frontends.http.engine.config import EngineStats
 from bicl.frontends.http.errors import (
@@ -50,6 +51,8 @@ class EngineLike(Protocol):
     def drain(self, timeout: float) -> bool: ...
 
     def stop(self) -> None: ...
+
+    def flush_cache(self) -> FlushReport: ...
 
     def snapshot(self) -> EngineStats: ...
 

@@ -169,7 +169,7 @@ class SparseUsage:
 class Usage:
     """Where one request's time and tokens went. Times in seconds. ``sparse``: with HySparse.
 
-    ``cached_host_tokens`` and ``cached_disk_tokens`` of the ``cached_tokens`` came from these tiers.
+    ``cached_host_tokens`` and ``cached_disk_tokens`` of the ``cached_tokens`` came from there.
     """
 
     prompt_tokens: int

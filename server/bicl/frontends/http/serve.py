@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ from bicl.frontends.http.app import create_app
 from bicl.frontends.http.assembly import ModelFacts, assemble
 from bicl.frontends.http.draining import DrainingServer
 from bicl.frontends.http.engine import Engine, EngineConfig
-from bicl.frontends.http.engine.sizing import free_bytes, page_layouts
+from bicl.frontends.http.engine.sizing import (
+    disk_cache_bytes,
+    free_bytes,
+    host_cache_bytes,
+    page_layouts,
+)
 from bicl.frontends.http.hysparse import check_before_loading, check_loaded
 from bicl.frontends.http.listener import bind, start_listening
 from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
@@ -139,6 +145,7 @@ def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
     head_dim = max(layer.head_dim for layer in loaded.geometry.layers)
     page_size = config.cache.page_size(head_dim, config.max_total_tokens)
     memory, total = config.cache.cache_memory, config.max_batch_total_tokens
+    folder = config.cache.disk_cache_dir
     return EngineConfig(
         max_total_tokens=config.max_total_tokens,
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
@@ -151,6 +158,9 @@ def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
         ),
         kv_dtype=KV_DTYPES[config.cache.kv_cache_dtype],
         prefix_caching=not config.cache.disable_prefix_caching,
+        host_cache_bytes=host_cache_bytes(config.cache, loaded.device),
+        disk_cache_dir=None if folder is None else Path(folder),
+        disk_cache_bytes=disk_cache_bytes(config.cache),
         cuda_graphs=config.cuda_graphs != "0",
         num_threads=config.num_threads,
         hysparse=config.hysparse.resolve(),
@@ -189,6 +199,8 @@ def _facts(
         "layers": len(loaded.geometry.layers),
         "pages": pages,
         "bytes": pages * shape.page_bytes,
+        "host_bytes": engine_config.host_cache_bytes,
+        "disk_bytes": engine_config.disk_cache_bytes,
         "padding_waste": round(1 - shape.used_bytes / shape.page_bytes, 4),
     }
     return ModelFacts(

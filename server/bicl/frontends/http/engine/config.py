@@ -219,7 +219,7 @@ class EngineStats:
         prefilled_tokens, generated_tokens: tokens computed and emitted.
         graph_misses: decode steps that a CUDA graph could have taken but none was captured for.
         sparse: what HySparse did.
-        tiers: what the host and disk tiers did and hold, if there are any.
+        tiers: what the host and disk tiers did and hold.
         draining: new requests are refused.
         healthy: the loop runs.
     """
@@ -254,6 +254,6 @@ class EngineStats:
     generated_tokens: int = 0
     graph_misses: int = 0
     sparse: SparseStats = SparseStats()
-    tiers: TierStats | None = None
+    tiers: TierStats = field(default_factory=TierStats)
     draining: bool = False
     healthy: bool = True

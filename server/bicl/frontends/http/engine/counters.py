@@ -44,7 +44,7 @@ class Counters:
         draining: bool,
         healthy: bool,
         graph_misses: int,
-        tiers: TierStats | None,
+        tiers: TierStats,
         sparse: SparseStats,
     ) -> EngineStats:
         gauges, stats = scheduler.manager.gauges(), scheduler.manager.stats

@@ -10,6 +10,7 @@ from collections import deque
 import torch
 
 from bicl.cache.manager import CacheManager, FlushReport
+from bicl.cache.tiers import TierStats
 from bicl.errors import BiclError, InvalidInputError, OverloadedError, TransferError
 from bicl.frontends.http.engine.config import (
     EngineConfig,
@@ -192,7 +193,7 @@ class Engine:
                 draining=self._draining,
                 healthy=self._thread is not None and self._thread.is_alive(),
                 graph_misses=graphs.misses if graphs is not None else 0,
-                tiers=None if self._tiers is None else self._tiers.stats(),
+                tiers=TierStats() if self._tiers is None else self._tiers.stats(),
                 sparse=SparseStats() if self._sparse is None else self._sparse.stats(),
             )
 

@@ -1,18 +1,33 @@
-"""How many pages the pool gets."""
+"""How much memory the pool gets, and the tiers below it."""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import psutil
 import torch
 
 from bicl.cache.layout import PageLayout
+from bicl.config import KVCacheConfig, parse_memory
 from bicl.errors import ConfigError
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.loader import LoadedModel
 from bicl.sparse.index import index_bytes
 from bicl.sparse.refusals import ModelFacts, check_model
 
-__all__ = ["free_bytes", "num_pages", "page_bytes", "page_layouts", "sparse_layers"]
+__all__ = [
+    "disk_cache_bytes",
+    "free_bytes",
+    "host_cache_bytes",
+    "num_pages",
+    "page_bytes",
+    "page_layouts",
+    "sparse_layers",
+]
+
+HOST_SHARE = 0.25
+"""Of the free host memory, for the tier below a GPU's pool."""
 
 DEFAULT_SHARE = {"cpu": 0.4, "cuda": 0.85}
 """Of the memory free after loading. The rest is for activations and logits."""
@@ -88,3 +103,37 @@ def num_pages(loaded: LoadedModel, config: EngineConfig) -> int:
             f"one page needs {one} bytes, which the cache memory does not hold; give it more"
         )
     return pages
+
+
+def host_cache_bytes(cache: KVCacheConfig, device: torch.device) -> int:
+    """Memory of the host tier by ``--host-cache-size``.
+
+    Raises:
+        ConfigError: more than is free.
+    """
+    free = int(psutil.virtual_memory().available)
+    if cache.host_cache_size == "0" or cache.disable_prefix_caching:
+        return 0
+    if cache.host_cache_size != "auto":
+        return parse_memory(cache.host_cache_size, free, "--host-cache-size")
+    if device.type != "cuda" and cache.disk_cache_dir is None:
+        return 0
+    return int(free * HOST_SHARE)
+
+
+def disk_cache_bytes(cache: KVCacheConfig) -> int:
+    """Size of the disk tier by ``--disk-cache-size``; what is in the folder counts as free.
+
+    Raises:
+        ConfigError: the folder cannot be made, or has less room.
+    """
+    if cache.disk_cache_dir is None or cache.disk_cache_size is None:
+        return 0
+    folder = Path(cache.disk_cache_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        free = shutil.disk_usage(folder).free + held
+    except OSError as error:
+        raise ConfigError(f"--disk-cache-dir {folder} cannot be used: {error}") from error
+    return parse_memory(cache.disk_cache_size, free, "--disk-cache-size")

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from bicl.frontends.http.answers import (
     answer_headers,
+    cached_by_tier,
     details,
     finish_reason,
     hysparse_details,
@@ -145,6 +146,7 @@ def _chat_answer(
             facts.generated_tokens,
             facts.cached_tokens,
             hysparse_details(facts.sparse),
+            cached_by_tier([facts]),
         ),
     )
     headers = answer_headers(

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from bicl.frontends.http.answers import (
     answer_headers,
+    cached_by_tier,
     finish_reason,
     now,
     stream_headers,
@@ -123,7 +124,12 @@ async def _complete(
             )
             for index, answer in enumerate(answers)
         ],
-        usage=usage(prompt_tokens, generated_tokens, cached_tokens),
+        usage=usage(
+            prompt_tokens,
+            generated_tokens,
+            cached_tokens,
+            by_tier=cached_by_tier(answer.done.usage for answer in answers),
+        ),
     )
     headers = answer_headers(
         server,
@@ -206,5 +212,10 @@ def _event(server: ServerState, index: int, response: StreamResponse) -> Chunk |
     }
     if facts is None:
         return Chunk(**envelope)
-    counts = usage(facts.input_length, facts.generated_tokens, facts.cached_tokens)
+    counts = usage(
+        facts.input_length,
+        facts.generated_tokens,
+        facts.cached_tokens,
+        by_tier=facts.cached_tokens_by_tier,
+    )
     return CompletionFinal(**envelope, usage=counts)

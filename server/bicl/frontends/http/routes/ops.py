@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,12 +13,13 @@ from bicl.frontends.http.errors import WireError
 from bicl.frontends.http.routes.common import TAGS, Server, json_answer, list_json
 from bicl.frontends.http.schemas.base import ErrorResponse
 from bicl.frontends.http.schemas.generate import GenerateRequest, SimpleToken
-from bicl.frontends.http.schemas.ops import Info, ModelInfo, ModelsInfo
+from bicl.frontends.http.schemas.ops import FlushedCache, Info, ModelInfo, ModelsInfo
 from bicl.frontends.http.tokenization import simple_tokens
 from bicl.metrics import CONTENT_TYPE
 
 DOWN: dict[int | str, dict[str, Any]] = {503: {"model": ErrorResponse}}
 tokenize_router = APIRouter(route_class=JsonRoute)
+cache_router = APIRouter()
 router = APIRouter()
 
 
@@ -26,6 +28,18 @@ async def tokenize(body: GenerateRequest, server: Server) -> Response:
     """Token ids of `inputs`, with their place in its UTF-8 bytes."""
     encoding = await server.tokenizer.encode(body.inputs, add_special_tokens=True)
     return json_answer(list_json(simple_tokens(encoding, body.inputs)))
+
+
+@cache_router.post("/cache/flush", tags=TAGS)
+async def flush_cache(server: Server) -> FlushedCache:
+    """Forget every cached prefix, in host memory and on disk, too. Requests that run go on."""
+    report = await asyncio.to_thread(server.inference.engine.flush_cache)
+    return FlushedCache(
+        freed_pages=report.freed_pages,
+        held_pages=report.orphaned_pages,
+        dropped_pins=report.dropped_pins,
+        tier_pages=report.tier_pages,
+    )
 
 
 @router.get("/health", responses=DOWN, tags=TAGS)

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from bicl.frontends.http.schemas.base import F32, U32, U64, StopStrings, Wire, is_empty
 from bicl.frontends.http.schemas.generate import (
+    CachedByTier,
     GrammarType,
     HySparseDetails,
     HySparseParameters,
@@ -176,6 +177,7 @@ class ToolCallMessage(Wire):
 
 class PromptTokensDetails(Wire):
     cached_tokens: int
+    cached_tokens_by_tier: CachedByTier | None = Field(default=None, exclude_if=is_empty)
 
 
 class Usage(Wire):

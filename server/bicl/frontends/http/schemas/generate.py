@@ -143,6 +143,14 @@ class HySparseDetails(Wire):
     fallback: str | None = Field(description="Why the request went back to the full cache.")
 
 
+class CachedByTier(Wire):
+    """Where ``cached_tokens`` were (BICL); left out when all were on the device."""
+
+    device: int
+    host: int
+    disk: int
+
+
 class BestOfSequence(Wire):
     generated_text: str
     finish_reason: str
@@ -152,6 +160,7 @@ class BestOfSequence(Wire):
     tokens: list[Token]
     top_tokens: list[list[Token]] = Field(default=[], exclude_if=is_empty)
     cached_tokens: int = Field(description="Prompt tokens reused from the cache (BICL).")
+    cached_tokens_by_tier: CachedByTier | None = Field(default=None, exclude_if=is_empty)
     hysparse: HySparseDetails | None = Field(default=None, exclude_if=is_empty)
 
 
@@ -164,6 +173,7 @@ class Details(Wire):
     best_of_sequences: list[BestOfSequence] | None = Field(default=None, exclude_if=is_empty)
     top_tokens: list[list[Token]] = Field(default=[], exclude_if=is_empty)
     cached_tokens: int = Field(description="Prompt tokens reused from the cache (BICL).")
+    cached_tokens_by_tier: CachedByTier | None = Field(default=None, exclude_if=is_empty)
     hysparse: HySparseDetails | None = Field(default=None, exclude_if=is_empty)
 
 
@@ -178,6 +188,7 @@ class StreamDetails(Wire):
     seed: int | None
     input_length: int
     cached_tokens: int = Field(description="Prompt tokens reused from the cache (BICL).")
+    cached_tokens_by_tier: CachedByTier | None = Field(default=None, exclude_if=is_empty)
     hysparse: HySparseDetails | None = Field(default=None, exclude_if=is_empty)
 
 

@@ -1,4 +1,4 @@
-"""Wire types of ``/info`` and ``/v1/models``."""
+"""Wire types of ``/info``, ``/v1/models`` and ``/cache/flush``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field
 
 from bicl.frontends.http.schemas.base import Wire
 
-__all__ = ["BiclInfo", "Info", "ModelInfo", "ModelsInfo"]
+__all__ = ["BiclInfo", "FlushedCache", "Info", "ModelInfo", "ModelsInfo"]
 
 
 class BiclInfo(Wire):
@@ -22,6 +22,15 @@ class BiclInfo(Wire):
     unsupported: dict[str, str] = Field(description="Request fields that are refused, and why.")
     fallbacks: list[str] = Field(description="What runs otherwise than asked for.")
     without_effect: list[str] = Field(description="Flags that were given and change nothing.")
+
+
+class FlushedCache(Wire):
+    """What a flush did."""
+
+    freed_pages: int = Field(description="Pages of the device that are free now.")
+    held_pages: int = Field(description="Pages that running requests still hold; nobody else can.")
+    dropped_pins: int
+    tier_pages: int = Field(description="Pages that left host memory and disk.")
 
 
 class Info(Wire):
