@@ -186,8 +186,9 @@ def main() -> int:
     rows = rows_of(variants, outcomes, requests)
     for row in rows:
         print(
-            f"{row['case']:30} {row['tokens_per_second']:7d} tokens/s ({row['value']:.2f}x, by CPU "
-            f"time {row['by_cpu_time']:.2f}x), first token p50 {row['first_token_p50_ms']:.0f} ms, p90 {row['first_token_p90_ms']:.0f} ms, "
+            f"{row['case']:30} {row['tokens_per_second']:7d} tokens/s ({row['value']:.2f}x; "
+            f"{row['by_cpu_time']:.2f}x by CPU time), first token p50 "
+            f"{row['first_token_p50_ms']:.0f} ms, p90 {row['first_token_p90_ms']:.0f} ms, "
             f"hits {100 * row['hit_rate']:.1f} % (ideal {100 * row['ideal']:.1f} %)"
         )
     facts = {

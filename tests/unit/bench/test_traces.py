@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from bench.traces import ideal
 from bench.traces.generate import PROFILES, PUBLISHED, describe, generate
+from bench.traces.ledger import ledger_tiers
 from bench.traces.mooncake import Tokens, TraceRequest, read, scale, thin, window, write
-from bench.traces.simulate import serve
+from bench.traces.simulate import Held, serve, tiers_row
 from bicl.cache.manager import CacheManager
 from bicl.errors import InvalidInputError
 
@@ -130,3 +131,31 @@ def test_made_traces_resemble_the_published_ones(profile):
     made, published = describe(generate(PROFILES[profile])), PUBLISHED[profile]
     for name in ("requests", "prompt mean", "prompt p50", "prompt p90", "hit rate, infinite"):
         assert np.isclose(made[name], published[name], rtol=0.2), name
+
+
+def test_all_tiers_together_reach_the_bound_of_the_largest():
+    row = tiers_row(random_trace(5, 150), Held(16 * 512, 32 * 512, 64 * 512))
+    assert row["from_host"] > 0
+    assert row["from_disk"] > 0
+    assert row["points_from_ideal"] < 2, row
+    assert row["ideal"] < row["infinite"]
+
+
+def test_the_disk_keeps_what_the_tiers_above_use():
+    """A prefix that is hit in the pool again and again is asked from the disk by nobody, and must
+    not leave it for that."""
+    names = iter(range(1, 10_000))
+
+    def stranger():
+        return request([next(names) for _ in range(4)])
+
+    favourite = stranger()
+    with ledger_tiers(PAGE, host_pages=16, disk_pages=24) as tiers:
+        manager = CacheManager(12, PAGE, tiers=tiers)
+        for _ in range(10):
+            traffic = scale([favourite, stranger()], PAGE)
+            serve(manager, traffic, tiers=tiers, replies=False)
+        assert manager.stats.disk_hit_tokens == 0
+        serve(manager, scale([stranger() for _ in range(4)], PAGE), tiers=tiers, replies=False)
+        serve(manager, scale([favourite], PAGE), tiers=tiers, replies=False)
+        assert manager.stats.disk_hit_tokens >= 3 * PAGE

@@ -1,0 +1,134 @@
+"""Reuse on a GPU: what it costs and what it saves, with an 8B-shaped Llama of random weights.
+
+    python -m bench.serving [--parts reordering,prefill,misses,sharing] [--out FILE]
+
+``--device cpu --shape small`` tries it out where there is no GPU; such numbers mean nothing.
+Parts: :mod:`bench.serving.reordering`, :mod:`bench.serving.reuse`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.record import machine, save
+from bench.serving import reordering, reuse
+from bench.serving.random_model import SHAPES, random_llama
+from bicl.frontends.http.engine import Engine, EngineConfig
+from bicl.frontends.http.loader import LoadedModel
+
+RESULT = Path("bench/results/reuse-h200.json")
+CLOCKS = ("gpu", "as run")
+Rows = list[dict[str, Any]]
+
+
+@contextmanager
+def running(loaded: LoadedModel, **options: Any) -> Iterator[Engine]:
+    engine = Engine(loaded, EngineConfig(max_waiting=100_000, **options)).start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        if loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
+    """100 requests a second of a chat's lengths, and of lengths that one card can follow."""
+    rows: Rows = []
+    with running(
+        loaded,
+        max_total_tokens=4864,
+        max_batch_size=options.batch,
+        max_batch_prefill_tokens=4096,
+        num_pages=options.pages,
+    ) as engine:
+        for shrink in (8, 1):
+            rows += reordering.traffic_rows(
+                engine,
+                rate=options.rate,
+                seconds=options.seconds,
+                shrink=shrink,
+                rounds=options.rounds,
+                clocks=CLOCKS,
+            )
+    return rows
+
+
+def prefill_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
+    with running(loaded, max_total_tokens=8192, max_batch_size=8, num_pages=256) as engine:
+        return reordering.prefill_rows(
+            engine, [(1, 2048), (4, 2048), (1, 8192)], rounds=options.rounds, clocks=CLOCKS
+        )
+
+
+def misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(
+                running(
+                    loaded,
+                    max_total_tokens=1024,
+                    max_batch_size=64,
+                    max_batch_prefill_tokens=4096,
+                    num_pages=1024,
+                    **more,
+                )
+            )
+            for name, more in (("off", {"prefix_caching": False}), ("index", {}))
+        }
+        return reuse.no_hit_rows(engines, requests=64, prompt=512, reply=32, rounds=options.rounds)
+
+
+def sharing_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
+    with running(
+        loaded, max_total_tokens=4864, max_batch_size=16, max_batch_prefill_tokens=4096,
+        num_pages=1024,
+    ) as engine:  # fmt: skip
+        return [
+            reuse.three_turns_row(engine, message=300, reply=40),
+            reuse.in_flight_row(engine, requests=16, prefix=4096, suffix=32),
+        ]
+
+
+PARTS: dict[str, Callable[[LoadedModel, argparse.Namespace], Rows]] = {
+    "reordering": reordering_part,
+    "prefill": prefill_part,
+    "misses": misses_part,
+    "sharing": sharing_part,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of traffic")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--pages", type=int, default=6000)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
+    loaded = random_llama(options.shape, options.device, dtype)
+    rows: Rows = []
+    for part in options.parts.split(","):
+        found = PARTS[part](loaded, options)
+        for row in found:
+            shown = {k: v for k, v in row.items() if k not in ("case", "value", "unit", "strata")}
+            print(f"{row['case']}: {row['value']:.5f} {row['unit']} {shown}", flush=True)
+        rows += found
+        save(options.out, machine(shape=options.shape, dtype=str(dtype)), rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Tiers without bytes: bookkeeping at full size on a small machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bicl.cache.tiers import Copy, PageTiers
+from bicl.cache.tiers.arena import HostArena
+
+__all__ = ["ledger_tiers"]
+
+PAGE_BYTES = 8
+
+
+class _Nothing:
+    def wait(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+    def exposed_seconds(self) -> float | None:
+        return 0.0
+
+
+class _Ledger:
+    """``PageMover`` of a pool that does not exist."""
+
+    layer_bytes = (PAGE_BYTES,)
+
+    def mark(self) -> object:
+        return None
+
+    def save(
+        self, pages: Sequence[int], arena: HostArena, slots: Sequence[int], after: object
+    ) -> Copy:
+        return _Nothing()
+
+    def load(
+        self,
+        layer: int,
+        pages: Sequence[int],
+        arena: HostArena,
+        slots: Sequence[int],
+        after: object,
+    ) -> Copy:
+        return _Nothing()
+
+
+@contextmanager
+def ledger_tiers(
+    page_tokens: int, *, host_pages: int, disk_pages: int = 0, policy: str = "lru"
+) -> Iterator[PageTiers]:
+    """Tiers that hold so many pages. Those on disk are real files in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="bicl-trace-") as folder:
+        tiers = PageTiers(
+            _Ledger(),
+            page_tokens,
+            fingerprint=b"ledger",
+            host_bytes=host_pages * PAGE_BYTES,
+            disk_folder=Path(folder) if disk_pages else None,
+            disk_bytes=disk_pages * (4096 + PAGE_BYTES),
+            policy=policy,
+        )
+        try:
+            yield tiers
+        finally:
+            tiers.close()
