@@ -47,6 +47,8 @@ class SparseBackend:
         self.config = config
         self.indexes = dict(indexes)
         self._ops: Any = import_module(_OPERATORS[inner.name])
+        for index in indexes.values():
+            self._ops.check_index(index)
         self._by_pages = {index.layer.pages.data_ptr(): index for index in indexes.values()}
         sizes = {index.layer.layout.page_size for index in indexes.values()}
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # pages and slots, last call

@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bound_scores",
+    "check_index",
     "choose_tiles",
     "combine_heads",
     "index_pages",
     "score_tiles",
     "select_tiles",
 ]
+
+
+def check_index(index: LayerIndex) -> None:
+    """Every kind of index is read here."""
 
 
 def index_pages(layer: LayerCache, index: LayerIndex, slots: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bicl.errors import UnsupportedError
 from bicl.ops.cuda import library
 
 if TYPE_CHECKING:
@@ -13,9 +14,32 @@ if TYPE_CHECKING:
     from bicl.sparse.index import LayerIndex
     from bicl.sparse.selection import SelectionRule
 
-__all__ = ["choose_tiles", "index_pages", "score_tiles", "select_tiles"]
+__all__ = ["check_index", "choose_tiles", "index_pages", "score_tiles", "select_tiles"]
 
 _COMBINES = {"max": 0, "sum": 1, "softmax": 2}
+
+
+def check_index(index: LayerIndex) -> None:
+    """Refuse at start what the kernels do not read.
+
+    Raises:
+        UnsupportedError: naming what is not read and the remedy.
+    """
+    if index.kind != "bounds":
+        raise UnsupportedError(
+            f"the CUDA kernels read indexes of kind 'bounds', not {index.kind!r}; "
+            "use --hysparse-variant bounds, or device 'cpu'"
+        )
+    if index.vectors.dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedError(
+            f"HySparse on CUDA runs models of float16 or bfloat16, not {index.vectors.dtype}; "
+            "load the model in bfloat16"
+        )
+    if index.vectors.shape[-1] % 8:
+        raise UnsupportedError(
+            f"HySparse on CUDA needs a head_dim that is a multiple of 8, got "
+            f"{index.vectors.shape[-1]}; start without --enable-hysparse"
+        )
 
 
 def index_pages(layer: LayerCache, index: LayerIndex, slots: torch.Tensor) -> None:
