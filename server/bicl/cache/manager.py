@@ -26,19 +26,10 @@ from collections.abc import Callable
 from bicl.cache.allocator import PageAllocator
 from bicl.cache.arrivals import Arrivals
 from bicl.cache.integrity import check_counts, check_index
-from bicl.cache.keys import (
-    ID_BYTES,
-    HashFunction,
-    Namespace,
-    PackedIds,
-    PageChain,
-    TokenIds,
-    pack_ids,
-    root_key,
-    sha256,
-)
+from bicl.cache.keys import ID_BYTES, HashFunction, Namespace, TokenIds, pack_ids, root_key, sha256
 from bicl.cache.pins import PinTable
-from bicl.cache.radix import Match, Node, RadixIndex
+from bicl.cache.prefixes import Prefixes
+from bicl.cache.radix import Match, RadixIndex
 from bicl.cache.sequence import PageCopy, SequencePages
 from bicl.cache.stats import CacheGauges, CacheStats, FlushReport
 from bicl.cache.tags import PageTags
@@ -102,10 +93,16 @@ class CacheManager:
         if max_pinned_pages is None:
             max_pinned_pages = self.usable_pages // 2
         self._pins = PinTable(self._index, max_pinned_pages, clock)
-        self.tags = PageTags()
-        self._unsound: set[int] = set()  # indexed pages found without their tag
         self._arrivals = None if tiers is None else Arrivals(tiers, self._allocator)
+        self._prefixes = Prefixes(
+            self._index, self._allocator, self._arrivals, min_copy_tokens, self.stats, clock
+        )
         self._live: set[SequencePages] = set()
+
+    @property
+    def tags(self) -> PageTags:
+        """What each page is known to hold."""
+        return self._prefixes.tags
 
     # --- sizes -------------------------------------------------------------------------------
     @property
@@ -152,7 +149,10 @@ class CacheManager:
     # --- a sequence's life -------------------------------------------------------------------
     def cached_tokens(self, token_ids: TokenIds, namespace: Namespace = BASE) -> int:
         """Tokens that :meth:`acquire` would find in the pool now. Changes and counts nothing."""
-        match = self._match(pack_ids(token_ids), namespace, reuse=True)
+        if not self.prefix_cache:
+            return 0
+        ids = pack_ids(token_ids)
+        match = self._prefixes.match(ids, namespace, len(ids) // ID_BYTES - 1)
         if match is None:
             return 0
         copied = match.partial.num_tokens if match.partial else 0
@@ -164,8 +164,9 @@ class CacheManager:
         if self._arrivals is None or not self.prefix_cache or not self._arrivals.tiers.has_disk:
             return None
         ids = pack_ids(token_ids)
-        chain, first, last = self._beyond(ids, namespace, self._match(ids, namespace, reuse=True))
-        return self._arrivals.promote(chain, first, last)
+        limit = len(ids) // ID_BYTES - 1
+        match = self._prefixes.match(ids, namespace, limit)
+        return self._prefixes.promote(ids, namespace, match, limit)
 
     def gave_up_late(self) -> None:
         """A promotion took longer than computing would have; for the count."""
@@ -199,7 +200,7 @@ class CacheManager:
             resumed: this sequence was preempted; finding its own pages is no hit worth counting.
             only_arriving: None if nothing would come from the tiers.
             from_tiers: False leaves what only they hold where it is.
-            max_cached: most tokens of the pool's that may be shared; default all but the last.
+            max_cached: most tokens that may be shared; default all but the last.
 
         Returns:
             None if there is no room now, even after evicting all that may be evicted. With no
@@ -215,8 +216,12 @@ class CacheManager:
             raise InvalidInputError("a sequence needs at least one token")
         self._refuse_oversize(length)
         room = length if num_tokens is None else min(max(num_tokens, 1), length)
-        match = self._match(ids, namespace, reuse, max_cached)
-        coming = self._reserve(ids, namespace, match) if reuse and from_tiers else None
+        limit = length - 1 if max_cached is None else min(length - 1, max_cached)
+        match = coming = None
+        if reuse and self.prefix_cache:
+            match = self._prefixes.match(ids, namespace, limit)
+            if from_tiers:
+                coming = self._prefixes.reserve(ids, namespace, match, limit)
         if only_arriving and coming is None:
             return None
         seq = self._lock_and_allocate(match, namespace, room, coming)
@@ -327,8 +332,9 @@ class CacheManager:
         if fetch is not None and fetch.settled and not fetch.failed:
             self.fetched(seq)
         self._live.remove(seq)
-        if keep and not seq.pending_copies and seq.fetch is None:
-            self._index_last_page(seq)
+        if keep and not seq.pending_copies and seq.fetch is None and seq._node and seq._tail:
+            page = seq.page_ids[seq._num_indexed_pages]
+            self._prefixes.add_partial(seq._node, bytes(seq._tail), page)
         self._drop_copies(seq)
         if seq._node is not None:
             self._index.unlock(seq._node, self._clock())
@@ -412,58 +418,6 @@ class CacheManager:
         check_counts(self._allocator, self._index, self._live, abandoned)
 
     # --- inside ------------------------------------------------------------------------------
-    def _match(
-        self, ids: bytes, namespace: Namespace, reuse: bool, max_cached: int | None = None
-    ) -> Match | None:
-        if not (reuse and self.prefix_cache):
-            return None
-        limit = len(ids) // ID_BYTES - 1
-        if max_cached is not None:
-            limit = min(limit, max_cached)
-        match = self._index.match(namespace, ids, limit)
-        if match is None:
-            return None
-        sound = self.tags.num_verified(match.pages, match.keys)
-        if sound < len(match.pages):
-            self._distrust(match.pages[sound])
-            return match.first(sound)
-        partial = match.partial
-        if partial and partial.num_tokens >= self.min_copy_tokens:
-            if self.tags.get(partial.page) == partial.key:
-                return match
-            self._distrust(partial.page)
-        return match._replace(partial=None)
-
-    def _distrust(self, page: int) -> None:
-        """An indexed page lacks its tag: its tokens are computed again, into another page."""
-        if page not in self._unsound:
-            self._unsound.add(page)
-            self.stats.tag_mismatches += 1
-
-    def _beyond(
-        self, ids: bytes, namespace: Namespace, match: Match | None
-    ) -> tuple[PageChain, int, int]:
-        """The chain of a prompt, and which of its pages the tiers could bring."""
-        first = len(match.pages) if match else 0
-        key = match.keys[-1] if match and match.keys else self._index.root_key(namespace)
-        last = (len(ids) // ID_BYTES - 1) // self.page_size
-        return self._chain(ids, [key], first, namespace), first, last
-
-    def _chain(self, ids: bytes, keys: list[bytes], start: int, namespace: Namespace) -> PageChain:
-        return PageChain(
-            PackedIds(ids),
-            self.page_size,
-            keys,
-            start=start,
-            group=namespace.adapter_id,
-            hash_function=self._index.hash_function,
-        )
-
-    def _reserve(self, ids: bytes, namespace: Namespace, match: Match | None) -> Reservation | None:
-        if self._arrivals is None or not self.prefix_cache:
-            return None
-        return self._arrivals.reserve(*self._beyond(ids, namespace, match))
-
     def _settle(self) -> None:
         """Let time pass: pins expire, given-up copies end."""
         self._pins.expire()
@@ -518,67 +472,22 @@ class CacheManager:
         """Pages from the free list, after evicting as many as are missing; all or none."""
         if num_pages > self.available_pages:
             return None
-        missing = num_pages - self._allocator.num_free
-        if missing > 0:
-            self._evict(missing)
+        self._prefixes.evict(num_pages - self._allocator.num_free)
         pages = self._allocator.allocate(num_pages)
         if pages:
-            self.tags.clear(pages)
-            self._unsound.difference_update(pages)
-            if self._arrivals is not None:
-                self._arrivals.tiers.claim(pages)
+            self._prefixes.claim(pages)
             self.stats.allocated_pages += len(pages)
         return pages
 
-    def _evict(self, num_pages: int) -> None:
-        now = self._clock()
-        for pages, last_used in self._index.evict(num_pages):
-            self._allocator.release(pages)
-            self.stats.evicted_pages += len(pages)
-            self.stats.evicted_age_ms += len(pages) * int(1000 * (now - last_used))
-
     def _index_full_pages(self, seq: SequencePages) -> None:
         assert seq._node is not None
-        count = len(seq._tail) // self._index.page_bytes
-        first = seq._num_indexed_pages
+        page_bytes, first = self._index.page_bytes, seq._num_indexed_pages
+        count = len(seq._tail) // page_bytes
+        ids = bytes(seq._tail[: count * page_bytes])
         pages = seq.page_ids[first : first + count]
-        edge = count * self._index.page_bytes
-        ids = bytes(seq._tail[:edge])
-        if self._unsound:
-            self._heal(seq._node, ids, pages)
-        seq._node, present, dropped = self._index.insert(seq._node, ids, pages)
-        del seq._tail[:edge]
+        seq._node = self._prefixes.add(seq._node, ids, pages, seq.namespace)
+        del seq._tail[: count * page_bytes]
         seq._num_indexed_pages += count
-        self._allocator.retain(pages[present:])
-        self._allocator.release(dropped)
-        if present < count:
-            keys = self._index.last_keys(seq._node, count - present + 1)
-            self.tags.write(pages[present:], keys[1:])
-            if self._arrivals is not None:
-                new_ids = ids[present * self._index.page_bytes :]
-                chain = self._chain(new_ids, keys, 0, seq.namespace)
-                self._arrivals.tiers.save(chain, pages[present:])
-        self.stats.inserted_pages += count - present
-        self.stats.duplicate_pages += present
-
-    def _heal(self, node: Node, ids: bytes, pages: list[int]) -> None:
-        """Put what was computed anew in the place of indexed pages that were found unsound."""
-        for old, new, key in self._index.replace(node, ids, self._unsound, pages):
-            self._allocator.retain([new])
-            self._allocator.release([old])
-            self._unsound.discard(old)
-            self.tags.write([new], [key])
-
-    def _index_last_page(self, seq: SequencePages) -> None:
-        if seq._node is None or len(seq._tail) < self.min_copy_tokens * ID_BYTES:
-            return
-        page = seq.page_ids[seq._num_indexed_pages]
-        inserted = self._index.insert_partial(seq._node, bytes(seq._tail), page, self._clock())
-        if inserted is not None:
-            self._allocator.retain([page])
-            self._allocator.release(inserted.dropped)
-            self.tags.write([page], inserted.node.keys)
-            self.stats.inserted_pages += 1
 
     def _drop_copies(self, seq: SequencePages) -> None:
         if seq._copy_node is not None:

@@ -203,7 +203,7 @@ def test_a_bad_file_is_computed_instead(tiny, tmp_path: Path, fault: str) -> Non
     disk = {"disk_cache_dir": tmp_path, "disk_cache_bytes": 1 << 30}
     with tiered(tiny, **disk) as engine:
         (first,) = serve(engine, request(ids))
-        chain, _, _ = engine._scheduler.manager._beyond(pack_ids(ids), Namespace(), None)
+        chain, _ = engine._scheduler.manager._prefixes._beyond(pack_ids(ids), Namespace(), None)
     names = [next(tmp_path.rglob(f"{chain.key(page).hex()}-*.page")) for page in (1, 2)]
     if fault == "short":
         names[0].write_bytes(names[0].read_bytes()[:-100])
