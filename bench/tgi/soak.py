@@ -39,7 +39,7 @@ def run(model: Path, options: argparse.Namespace, drafts: int) -> dict[str, Any]
         TEST_FREE_MEMORY=str(FREE_BYTES // options.tensor_parallel),
         BENCH_SEEDED_WEIGHTS="1",
         BICL_DEBUG_POISON="1",
-        BICL_AUDIT_EVERY="8",
+        TEST_AUDIT_EVERY="8",
         NCCL_NVLS_ENABLE="0",
     )
     flags = ["--dtype", "bfloat16", *(["--speculate", str(drafts)] if drafts else [])]

@@ -179,7 +179,7 @@ def check(folder: Path) -> None:
     transformers' own in float32 and in bf16."""
     model = make_model("llama", folder)
     environment = gpu_environment(
-        TEST_FREE_MEMORY=str(64 << 20), BICL_DEBUG_POISON="1", BICL_AUDIT_EVERY="4"
+        TEST_FREE_MEMORY=str(64 << 20), BICL_DEBUG_POISON="1", TEST_AUDIT_EVERY="4"
     )
     with Shards(model.path, environment, "--dtype", "bfloat16") as shards:
         router = warm_up(shards, model, cases.PREFILL_TOKENS, cases.TOTAL_TOKENS)

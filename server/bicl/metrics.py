@@ -30,7 +30,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
-from bicl.cache.tiers import FAILURES
+from bicl.cache.tiers import FAILURES, TierStats
 from bicl.sparse.guard import FALLBACK_REASONS
 
 if TYPE_CHECKING:
@@ -347,6 +347,7 @@ def _sparse_metrics(stats: SparseStats) -> Iterator[Metric]:
 
 
 def _tier_metrics(stats: EngineStats) -> Iterator[Metric]:
+    assert stats.tiers is not None
     hits = CounterMetricFamily(
         "bicl_tier_hit_tokens", "Prompt tokens found, by where", labels=["tier"]
     )
@@ -355,7 +356,10 @@ def _tier_metrics(stats: EngineStats) -> Iterator[Metric]:
     hits.add_metric(["host"], stats.host_hit_tokens)
     hits.add_metric(["disk"], stats.disk_hit_tokens)
     yield hits
-    tiers = stats.tiers
+    yield from _copies_and_pages(stats.tiers)
+
+
+def _copies_and_pages(tiers: TierStats) -> Iterator[Metric]:
     moved = CounterMetricFamily("bicl_tier_bytes", "Bytes of pages copied", labels=["copy"])
     for copy, num_bytes in (
         ("device_to_host", tiers.saved_bytes),
@@ -418,13 +422,17 @@ def _constant_gauges(facts: CacheFacts) -> Iterator[Metric]:
 
 
 def serve_counters(
-    port: int, read: Callable[[], Mapping[str, tuple[str, float]]], labels: Mapping[str, str]
+    port: int,
+    read: Callable[[], Mapping[str, tuple[str, float]]],
+    labels: Mapping[str, str],
+    tiers: Callable[[], TierStats | None],
 ) -> None:
     """Serve counters on a port of their own, for a process that has no HTTP server.
 
     Args:
         read: called for each scrape; name (without ``_total``) to help text and value.
         labels: of all of them.
+        tiers: called for each scrape; what the tiers did, if there are any.
     """
 
     class _Counters:
@@ -433,6 +441,8 @@ def serve_counters(
                 family = CounterMetricFamily(name, text, labels=list(labels))
                 family.add_metric(list(labels.values()), value)
                 yield family
+            if (stats := tiers()) is not None:
+                yield from _copies_and_pages(stats)
 
     registry = CollectorRegistry()
     registry.register(_Counters())

@@ -149,7 +149,7 @@ def _watch(module):
     """The self-test's audit, and one profile of some steps when the driver asks for it."""
     from bicl.frontends.tgi.selftest.audit import install
 
-    if os.environ.get("BICL_AUDIT_EVERY"):
+    if os.environ.get("TEST_AUDIT_EVERY"):
         install(module)
     order = Path(os.environ.get("BENCH_PROFILE", "/nowhere"))
     generate = module.FlashCausalLM.generate_token

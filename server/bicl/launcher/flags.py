@@ -12,8 +12,6 @@ from bicl.sparse.settings import HySparseSettings
 
 __all__ = ["OUR_FLAGS", "CommandLine", "Flag", "describe_flags", "split"]
 
-UNTIL_IT_EXISTS = "is not part of this release; leave it out"
-
 
 @dataclass(frozen=True)
 class Flag:
@@ -23,14 +21,12 @@ class Flag:
         choices: allowed values; empty for a switch, and where ``metavar`` stands for any value.
         env: the variable that carries the value to the shards, and may set it.
         help: one sentence.
-        refused: why it cannot be used yet; empty if it can.
     """
 
     name: str
     help: str
     choices: tuple[str, ...] = ()
     env: str = ""
-    refused: str = ""
     metavar: str = ""
 
     @property
@@ -64,10 +60,25 @@ OUR_FLAGS = (
         env="BICL_DETERMINISTIC",
     ),
     *map(_flag_of, settings_of("hysparse", HySparseSettings)),
-    Flag("--cache-tiers", "", ("any",), refused="the host and disk tiers"),
-    Flag("--host-cache-memory", "", ("any",), refused="the host tier"),
-    Flag("--disk-cache-memory", "", ("any",), refused="the disk tier"),
-    Flag("--disk-cache-path", "", ("any",), refused="the disk tier"),
+    Flag(
+        "--host-cache-size",
+        "Host memory for prefixes that leave the GPU, of all shards together: 64GiB, 50% of the "
+        "free memory, 0 for none. Default: 0.",
+        env="BICL_HOST_CACHE_SIZE",
+        metavar="SIZE",
+    ),
+    Flag(
+        "--disk-cache-dir",
+        "Folder for prefixes on a local disk, below the host memory; found again after a restart.",
+        env="BICL_DISK_CACHE_DIR",
+        metavar="FOLDER",
+    ),
+    Flag(
+        "--disk-cache-size",
+        "Size of the prefixes in --disk-cache-dir: 500GiB, or 50% of the free space.",
+        env="BICL_DISK_CACHE_SIZE",
+        metavar="SIZE",
+    ),
 )
 _BY_NAME = {flag.name: flag for flag in OUR_FLAGS}
 
@@ -109,7 +120,7 @@ def split(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
     """Take our flags out of a command line.
 
     Raises:
-        ConfigError: a value is missing or not allowed, or a flag's feature does not exist yet.
+        ConfigError: a value is missing or not allowed.
     """
     ours: dict[str, str] = {}
     theirs: list[str] = []
@@ -120,8 +131,6 @@ def split(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
         if flag is None:
             theirs.append(word)
             continue
-        if flag.refused:
-            raise ConfigError(f"{name}: {flag.refused} {UNTIL_IT_EXISTS}")
         if not has_value:
             value = next(words, "") if flag.takes_value else "true"
         ours[name] = _checked(flag, value)
@@ -143,8 +152,6 @@ def describe_flags() -> str:
     """Help text of our flags."""
     lines = ["BICL's own options (in front of text-generation-launcher):", ""]
     for flag in OUR_FLAGS:
-        if flag.refused:
-            continue
         values = f" <{flag.metavar or '|'.join(flag.choices)}>" if flag.takes_value else ""
         env = f" [env: {flag.env}]" if flag.env else ""
         lines += [f"      {flag.name}{values}", f"          {flag.help}{env}", ""]

@@ -11,6 +11,7 @@ from bicl.hardware import Verdict
 from bicl.launcher.flags import CommandLine
 from bicl.launcher.hysparse import enables_hysparse, plan_hysparse
 from bicl.launcher.model_config import ModelConfig
+from bicl.launcher.tiers import plan_tiers
 
 __all__ = ["Launch", "plan_launch"]
 
@@ -57,9 +58,10 @@ def plan_launch(line: CommandLine, model: ModelConfig | None, hardware: Verdict)
     launch.environment["BICL_BLOCK_SIZE"] = str(block_size)
     deterministic = line.our("--deterministic", "false").lower() in ("true", "1")
     launch.environment["BICL_DETERMINISTIC"] = "1" if deterministic else "0"
-    environment, notes = plan_hysparse(line, model)
-    launch.environment |= environment
-    launch.notes += notes
+    for plan in (plan_hysparse, plan_tiers):
+        environment, notes = plan(line, model)
+        launch.environment |= environment
+        launch.notes += notes
     if graphs := _cuda_graphs(line):
         launch.environment["CUDA_GRAPHS"] = graphs
     launch.notes.append(f"pages of {block_size} tokens, attention over BICL tiles")
@@ -119,11 +121,11 @@ def _check_vision(line: CommandLine, model: ModelConfig) -> None:
 
 def _check_adapters(line: CommandLine) -> None:
     cached = line.environ.get("PREFIX_CACHING", "").lower() in ("1", "true")
-    verified = line.environ.get("BICL_VERIFY_PREFIXES", "1").lower() in ("1", "true")
-    if line.their("--lora-adapters") and cached and not verified:
+    if line.their("--lora-adapters") and cached:
         raise ConfigError(
-            "PREFIX_CACHING with --lora-adapters shares pages between adapters unless prefixes "
-            "are verified; unset PREFIX_CACHING or BICL_VERIFY_PREFIXES=0"
+            "PREFIX_CACHING with --lora-adapters: text-generation-inference's router shares pages "
+            "between adapters, also while another request reads them; unset PREFIX_CACHING "
+            "(--host-cache-size keeps adapters apart)"
         )
 
 

@@ -46,6 +46,7 @@ class FlashCausalLMBatch:
 class FlashCausalLM:
     def init_kv_cache(self): pass
     def generate_token(self, batch): pass
+    def warmup(self, batch): pass
 """,
     "layers/__init__.py": "",
     "layers/attention/__init__.py": """

@@ -42,6 +42,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     state = SimpleNamespace(count=0)
     for name, contents in {
         "models.flash_causal_lm": {"FlashCausalLM": FlashCausalLM},
+        "models.globals": {"PREFIX_CACHING": True},
         "models.vlm_causal_lm": {"VlmCausalLM": VlmCausalLM},
         "utils.speculate": {"get_speculate": lambda: state.count},
     }.items():
@@ -75,6 +76,12 @@ def test_speculation_with_vision_is_refused(drafts: SimpleNamespace) -> None:
     _check_model(VlmCausalLM(), NEW)
     drafts.count = 2
     assert "--speculate 2 with the vision model" in refusal(VlmCausalLM())
+
+
+def test_adapters_share_no_pages_through_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One adapter's request would write a page that another's still reads. (A11)"""
+    monkeypatch.setenv("LORA_ADAPTERS", "poet")
+    assert "PREFIX_CACHING with LoRA adapters" in refusal(FlashCausalLM())
 
 
 def test_windows_are_refused_on_old_releases() -> None:

@@ -29,7 +29,8 @@ def test_every_case_has_a_column() -> None:
 
 
 def test_matrix_says_yes_only_if_every_case_held() -> None:
-    assert set(row(matrix(all_held("llama")), "llama")) == {"yes"}
+    marks = dict(zip(FEATURES, row(matrix(all_held("llama")), "llama"), strict=True))
+    assert {name for name, mark in marks.items() if mark != "yes"} == {"adapters", "host cache"}
     failed = [*all_held("llama"), line("llama", "chunked_prompt", "wrong token")]
     marks = dict(zip(FEATURES, row(matrix(failed), "llama"), strict=True))
     assert marks["chunks"] == "NO"
@@ -37,7 +38,8 @@ def test_matrix_says_yes_only_if_every_case_held() -> None:
 
 
 def test_what_did_not_run_is_not_called_supported() -> None:
-    assert set(row(matrix([]), "qwen2")) == {"?"}
+    assert set(row(matrix([]), "qwen2")) == {"?", "-"}
+    assert set(row(matrix([]), "llama-lora")) == {"?", "-"}
 
 
 def test_what_tgi_lacks_is_marked() -> None:

@@ -94,11 +94,33 @@ def test_environment_gives_our_flags_values_too() -> None:
     assert plan("--block-size 64", BICL_BLOCK_SIZE="32").environment["BICL_BLOCK_SIZE"] == "64"
 
 
-@pytest.mark.parametrize("flag", ["--host-cache-memory 8GiB", "--disk-cache-path /x"])
-def test_features_that_do_not_exist_yet_are_refused_by_name(flag: str) -> None:
-    message = refusal(flag)
-    assert message.startswith(flag.split()[0])
-    assert "not part of this release" in message
+def test_tiers_reach_the_shards_and_are_told() -> None:
+    launch = plan("--host-cache-size 64GiB --disk-cache-dir /x --disk-cache-size=1TB")
+    wanted = {"HOST_CACHE_SIZE": "64GiB", "DISK_CACHE_DIR": "/x", "DISK_CACHE_SIZE": "1TB"}
+    assert {f"BICL_{k}": v for k, v in wanted.items()}.items() <= launch.environment.items()
+    assert any("64GiB of host memory, then in 1TB on /x" in note for note in launch.notes)
+    assert "BICL_HOST_CACHE_SIZE" not in plan().environment
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("--host-cache-size", "--host-cache-size needs a value"),
+        ("--host-cache-size auto", "give text-generation-inference a size"),
+        ("--host-cache-size much", "--host-cache-size 'much' is not a size"),
+        ("--disk-cache-dir /x", "belong together"),
+        ("--disk-cache-dir /x --disk-cache-size 1TB", "--host-cache-size 0 leaves no memory"),
+    ],
+)
+def test_tiers_that_cannot_work_are_refused(command: str, words: str) -> None:
+    assert words in refusal(command)
+
+
+def test_tiers_need_tags_and_no_images() -> None:
+    """(A72)"""
+    assert "two images" in refusal("--host-cache-size 1GiB", VISION)
+    off = {"BICL_VERIFY_PREFIXES": "0"}
+    assert "BICL_VERIFY_PREFIXES=0" in refusal("--host-cache-size 1GiB", LLAMA, **off)
 
 
 def test_unusable_hardware_runs_stock_and_says_why() -> None:
@@ -150,10 +172,10 @@ def test_prefix_caching_is_not_forced_onto_vision_models() -> None:
     assert "PREFIX_CACHING" in refusal("", VISION, PREFIX_CACHING="true")
 
 
-def test_shared_pages_between_adapters_need_verified_prefixes() -> None:
-    forced = {"PREFIX_CACHING": "1", "LORA_ADAPTERS": "a"}
-    assert plan(**forced).environment["ATTENTION"] == "flashdecoding"
-    assert "--lora-adapters" in refusal("", LLAMA, BICL_VERIFY_PREFIXES="0", **forced)
+def test_pages_are_not_shared_between_adapters() -> None:
+    """(A11)"""
+    assert plan(LORA_ADAPTERS="a").environment["ATTENTION"] == "flashdecoding"
+    assert "--lora-adapters" in refusal("", LLAMA, PREFIX_CACHING="1", LORA_ADAPTERS="a")
 
 
 @pytest.mark.parametrize("shards", ["3", "16"])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from bicl.config import parse_memory
 from bicl.errors import ConfigError
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds
@@ -19,6 +22,8 @@ ATTENTION = "flashdecoding"
 
 BLOCK_SIZES = (32, 64)
 DEFAULT_BLOCK_SIZE = 64  # of "auto" where no launcher has looked at the model's config
+
+HOST_SIZE, DISK_DIR, DISK_SIZE = "HOST_CACHE_SIZE", "DISK_CACHE_DIR", "DISK_CACHE_SIZE"
 
 _TRUE, _FALSE = ("1", "true"), ("", "0", "false")
 
@@ -34,6 +39,10 @@ class OverlayConfig:
             ``BICL_VERIFY_PREFIXES`` (default on).
         poison: fill new pages with NaN, so that a read of an unwritten slot shows,
             ``BICL_DEBUG_POISON``.
+        host_cache_bytes: host memory below the pages, of all ranks together; 0: none.
+            ``BICL_HOST_CACHE_SIZE``: 64GiB, or a share of the free memory such as 50%.
+        disk_cache_dir, disk_cache_bytes: disk below that, of all ranks together,
+            ``BICL_DISK_CACHE_DIR`` and ``BICL_DISK_CACHE_SIZE``; None: none.
         hysparse: ``BICL_ENABLE_HYSPARSE`` and ``BICL_HYSPARSE_*``; ``None``: off.
         guard: when the shard then goes back to the full cache.
         metrics_port: rank r serves its counters on port + r, ``BICL_METRICS_PORT``; 0: nowhere.
@@ -44,6 +53,9 @@ class OverlayConfig:
     verify_prefixes: bool = True
     poison: bool = False
     metrics_port: int = 0
+    host_cache_bytes: int = 0
+    disk_cache_dir: Path | None = None
+    disk_cache_bytes: int = 0
     hysparse: HySparseConfig | None = None
     guard: GuardBounds = field(default_factory=GuardBounds)
 
@@ -51,12 +63,16 @@ class OverlayConfig:
     def from_environment(cls, environment: Mapping[str, str]) -> OverlayConfig:
         """Raises ConfigError naming the variable, its value and what is allowed."""
         sparse = HySparseSettings.from_environment(environment)
+        host_bytes, folder, disk_bytes = _tiers(environment)
         return cls(
             block_size=_block_size(environment.get("BICL_BLOCK_SIZE", "auto")),
             deterministic=_flag(environment, "BICL_DETERMINISTIC", False),
             verify_prefixes=_flag(environment, "BICL_VERIFY_PREFIXES", True),
             poison=_flag(environment, "BICL_DEBUG_POISON", False),
             metrics_port=_port(environment.get("BICL_METRICS_PORT", "0")),
+            host_cache_bytes=host_bytes,
+            disk_cache_dir=folder,
+            disk_cache_bytes=disk_bytes,
             hysparse=sparse.resolve(),
             guard=sparse.guard(),
         )
@@ -74,6 +90,36 @@ def _block_size(text: str) -> int:
     if text not in map(str, BLOCK_SIZES):
         raise ConfigError(f"BICL_BLOCK_SIZE is {text!r}; use one of 32, 64, auto")
     return int(text)
+
+
+def _tiers(environment: Mapping[str, str]) -> tuple[int, Path | None, int]:
+    """Bytes of the host tier, folder and bytes of the disk tier."""
+    host, folder, disk = (
+        environment.get(f"BICL_{name}", "") for name in (HOST_SIZE, DISK_DIR, DISK_SIZE)
+    )
+    if host in ("", "0") and (folder or disk):
+        raise ConfigError(
+            f"BICL_{DISK_DIR} and BICL_{DISK_SIZE} need BICL_{HOST_SIZE}: the disk is read and "
+            "written through host memory"
+        )
+    if bool(folder) != bool(disk):
+        raise ConfigError(f"BICL_{DISK_DIR} and BICL_{DISK_SIZE} belong together; give both")
+    if host not in ("", "0") and not _flag(environment, "BICL_VERIFY_PREFIXES", True):
+        raise ConfigError(
+            "BICL_HOST_CACHE_SIZE with BICL_VERIFY_PREFIXES=0: pages come back by the tags that "
+            "are then not kept; unset one of them"
+        )
+    host_bytes = disk_bytes = 0
+    if host not in ("", "0"):
+        import psutil
+
+        free = int(psutil.virtual_memory().available)
+        host_bytes = parse_memory(host, free, f"BICL_{HOST_SIZE}")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        disk_bytes = parse_memory(disk, free, f"BICL_{DISK_SIZE}")
+    return host_bytes, Path(folder) if folder else None, disk_bytes
 
 
 def _flag(environment: Mapping[str, str], name: str, default: bool) -> bool:

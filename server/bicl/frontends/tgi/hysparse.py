@@ -110,6 +110,12 @@ class ShardSparsity:
         added = sum(each.bytes_per_page for each in self._backend.sparse.indexes.values())
         self.index_share = pages / (pages + added)
 
+    def index_tensors(self) -> dict[int, torch.Tensor]:
+        """By layer, what is kept beside the pages; the page is its first dim."""
+        if self._backend is None:
+            return {}
+        return {number: i.vectors for number, i in self._backend.sparse.indexes.items()}
+
     def ratios(self, batch: int) -> torch.Tensor | None:
         """float32 ``[batch]`` at an address that never changes; ``None``: dense.
 

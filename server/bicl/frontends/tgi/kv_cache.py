@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,6 +62,10 @@ class KVCache:
         head_size: of K and V alike; padded up to a multiple of the tile.
         dtype: of the stored elements.
         device: where the pages live.
+
+    Attributes:
+        before_store: called first in every store that no graph has captured: pages on their way
+            from the tiers must be there before the layer writes or reads any.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class KVCache:
         self.layer = KVPool([layout], num_blocks, device, fill=fill).layers[0]
         self.backend = shard_backend(device.type)
         self.slots = torch.empty(0, dtype=torch.int64, device=device)
+        self.before_store: Callable[[], None] | None = None
         _latest_layout = layout
 
     @property
@@ -102,6 +108,8 @@ class KVCache:
         kv_scales: KVScales,
     ) -> None:
         """Write this step's tokens. ``slots`` may be rewritten, and may repeat on page 0."""
+        if self.before_store is not None:
+            self.before_store()
         self._use_scales(kv_scales)
         self.slots = slots
         try:

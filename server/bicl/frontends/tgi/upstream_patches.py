@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -77,6 +79,8 @@ def _check_models(module: Any, *, release: Release) -> None:
     @functools.wraps(get_model)
     def checked_get_model(*args: Any, **kwargs: Any) -> Any:
         model = get_model(*args, **kwargs)
+        given = inspect.signature(get_model).bind(*args, **kwargs).arguments
+        model.bicl_revision = given.get("revision")
         try:
             _check_model(model, release)
         except ConfigError as error:
@@ -97,6 +101,7 @@ def _check_models(module: Any, *, release: Release) -> None:
 def _check_model(model: Any, release: Release) -> None:
     """Refuse at load, by name, what would be served without us or wrongly."""
     from text_generation_server.models.flash_causal_lm import FlashCausalLM
+    from text_generation_server.models.globals import PREFIX_CACHING
     from text_generation_server.models.vlm_causal_lm import VlmCausalLM
     from text_generation_server.utils.speculate import get_speculate
 
@@ -114,6 +119,12 @@ def _check_model(model: Any, release: Release) -> None:
             f"--speculate {get_speculate()} with the vision model {model.model_id}: "
             "text-generation-inference then computes wrong slots across pages; start without "
             "--speculate"
+        )
+    if os.environ.get("LORA_ADAPTERS") and PREFIX_CACHING:
+        raise ConfigError(
+            "PREFIX_CACHING with LoRA adapters: text-generation-inference's router shares pages "
+            "between adapters, also while another request reads them; unset it (the host cache "
+            "keeps adapters apart)"
         )
     try_pages(model)
     if (sparsity := shard_sparsity()) is not None:

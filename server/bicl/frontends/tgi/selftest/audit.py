@@ -1,6 +1,6 @@
 """Watches a shard under test from the inside: attention against float32, pages against their owner.
 
-Lives in the shard (its ``sitecustomize`` calls :func:`install` when ``BICL_AUDIT`` names a socket)
+Lives in the shard (its ``sitecustomize`` calls :func:`install` when ``TEST_AUDIT`` names a socket)
 and answers a driver through :class:`Auditor`. What attention is compared with shares nothing with
 our pages: every key and value is also kept token by token in a plain tensor, and PyTorch's own
 operations run over it in float32. Inside CUDA graphs the copies are captured with the step.
@@ -21,7 +21,7 @@ import torch
 
 __all__ = ["Auditor", "Difference", "install"]
 
-VARIABLE = "BICL_AUDIT"
+VARIABLE = "TEST_AUDIT"
 _KEY = b"bicl audit"
 MAX_PREFILL_ROWS = 8  # query rows looked at of a longer prompt, its last ones included
 
@@ -75,6 +75,7 @@ class _Layer:
     cache: Any
     key: torch.Tensor
     value: torch.Tensor
+    unknown: torch.Tensor  # slots whose contents did not come through a store
     eager: _Call | None = None
     captured: dict[int, _Call] = field(default_factory=dict)  # by rows of the graph
 
@@ -93,7 +94,9 @@ class _Audit:
         self.caches: list[Any] = []
         self.watched: dict[int, _Layer] = {}  # by id of the cache
         self.steps = 0
+        self.largest = 0  # query rows of a call outside graphs
         self.replayed: Any = None
+        self.cached: dict[int, int] = {}  # by request, tokens that its first step found
 
     def watch(self, caches: list[Any]) -> None:
         self.caches, self.watched = caches, {}
@@ -107,12 +110,21 @@ class _Audit:
                 torch.full(shape, float("nan"), dtype=layout.dtype, device=cache.layer.device)
                 for _ in range(2)
             )
-            self.watched[id(cache)] = _Layer(cache, key, value)
+            unknown = torch.zeros(shape[0], dtype=torch.bool, device=cache.layer.device)
+            self.watched[id(cache)] = _Layer(cache, key, value, unknown)
 
     def stored(self, cache: Any, key: torch.Tensor, value: torch.Tensor, slots: Any) -> None:
         if (layer := self.watched.get(id(cache))) is not None:
             layer.key[slots] = key
             layer.value[slots] = value
+            layer.unknown[slots] = False
+
+    def brought(self, pages: list[int]) -> None:
+        """Pages came from the tiers: what they hold is not known here."""
+        for layer in self.watched.values():
+            size = layer.cache.layer.layout.page_size
+            for page in pages:
+                layer.unknown[page * size : (page + 1) * size] = True
 
     def attended(self, cache: Any, call: _Call) -> None:
         if (layer := self.watched.get(id(cache))) is None:
@@ -121,6 +133,7 @@ class _Audit:
             layer.captured[call.query.shape[0]] = call
         else:
             layer.eager = call
+            self.largest = max(self.largest, call.query.shape[0])
 
     def begin_step(self) -> None:
         self.replayed = None
@@ -164,6 +177,8 @@ class _Audit:
         slots: torch.Tensor,
         in_graph: bool,
     ) -> None:
+        if layer.unknown[slots].any():
+            return
         query, out = call.query[kept], call.out[kept].float()
         key, value = layer.key[slots], layer.value[slots]
         exact = _attention(query.float(), key.float(), value.float(), offsets, call)
@@ -176,6 +191,16 @@ class _Audit:
         """Runs in the thread of the socket, while the driver leaves the shard idle."""
         if command == "difference":
             return asdict(self.difference)
+        if command == "settled":
+            from bicl.frontends.tgi import prefixes
+
+            tiers = prefixes.shard_tiers()
+            return tiers is None or tiers.settle(0)
+        if command == "cached":
+            return self.cached[pages[0]]
+        if command == "largest":
+            largest, self.largest = self.largest, 0
+            return largest
         index = torch.tensor(pages, dtype=torch.int64, device=self.caches[0].layer.device)
         tensors = [cache.layer.pages for cache in self.caches]
         if command == "poison":
@@ -236,8 +261,9 @@ def install(flash_causal_lm: Any) -> None:
     if not address:
         return
     from bicl.frontends.tgi.kv_cache import KVCache
+    from bicl.frontends.tgi.tiers import ShardTiers
 
-    audit = _Audit(int(os.environ.get("BICL_AUDIT_EVERY", "4")))
+    audit = _Audit(int(os.environ.get("TEST_AUDIT_EVERY", "4")))
     model = flash_causal_lm.FlashCausalLM
     cache: Any = KVCache
     graph: Any = torch.cuda.CUDAGraph
@@ -273,15 +299,27 @@ def install(flash_causal_lm: Any) -> None:
     @functools.wraps(generate)
     def watched_generate(self: Any, batch: Any) -> Any:
         audit.begin_step()
+        for request in batch.requests if batch.prefilling else ():
+            audit.cached.setdefault(request.id, request.cache_len)
         result = generate(self, batch)
         audit.end_step(self)
         return result
+
+    tiers: Any = ShardTiers
+    bring = tiers.bring
+
+    @functools.wraps(bring)
+    def watched_bring(self: Any, chain: Any, pages: Any, first: int, last: int) -> int:
+        count: int = bring(self, chain, pages, first, last)
+        audit.brought(pages[first:last])
+        return count
 
     def watched_replay(self: Any) -> None:
         audit.replayed = self
         replay(self)
 
     cache.store, cache.attend = watched_store, watched_attend
+    tiers.bring = watched_bring
     model.init_kv_cache, model.generate_token = watched_init, watched_generate
     graph.replay = watched_replay
     address += f"-{os.environ.get('RANK', '0')}"
@@ -308,7 +346,7 @@ def _answer_all(audit: _Audit, connection: Connection) -> None:
 
 
 class Auditor:
-    """The driver's side: asks every rank of a shard that was started with ``BICL_AUDIT``."""
+    """The driver's side: asks every rank of a shard that was started with ``TEST_AUDIT``."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self._connections = [
@@ -318,6 +356,18 @@ class Auditor:
     def differences(self) -> list[Difference]:
         """By rank."""
         return [Difference(**each) for each in self._ask("difference")]
+
+    def settled(self) -> list[bool]:
+        """By rank, whether the tiers have nothing under way."""
+        return self._ask("settled")
+
+    def cached_tokens(self, request: int) -> list[int]:
+        """By rank, prompt tokens that a request did not compute."""
+        return self._ask("cached", [request])
+
+    def largest_steps(self) -> list[int]:
+        """By rank, the most query tokens of a step outside graphs since this was last asked."""
+        return self._ask("largest")
 
     def poison(self, pages: Iterable[int]) -> None:
         """Fill pages that belong to nobody with NaN."""

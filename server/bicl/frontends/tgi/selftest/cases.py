@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ __all__ = [
     "ADAPTERS",
     "CASES",
     "CHUNKING",
+    "HOST",
     "PREFILL_TOKENS",
     "PREFIXES",
     "TOTAL_TOKENS",
@@ -36,6 +38,7 @@ PREFIXES = (
     "cached_prefix_of_whole_pages",
     "whole_prompt_cached_rewrites_a_shared_slot",
     "prefix_that_was_never_computed",
+    "false_claim_longer_than_a_step",
     "prefix_cancelled_between_chunks",
     "page_reused_for_other_tokens",
     "random_traffic",
@@ -43,7 +46,10 @@ PREFIXES = (
 """Cases that claim cached prefixes, which TGI does not do for vision models."""
 
 ADAPTERS = ("adapters_side_by_side", "pages_of_another_adapter")
-"""Cases that need adapters."""
+"""Cases that need adapters, and a host tier for what they share."""
+
+HOST = ("prefix_from_the_host_tier", "reply_from_the_host_tier", "chunks_after_the_host_tier")
+"""Cases that need a host tier."""
 
 NEAR_TOKENS = 5  # how many of the likeliest tokens are looked at for a near tie
 
@@ -90,6 +96,18 @@ class Bench:
         for sequence in sequences:
             self.compare(sequence)
             self.router.release(sequence)
+
+    def expect_held(
+        self, sequence: Sequence, held: int, cached: int = 0, chunk: int | None = None
+    ) -> None:
+        """Prefill, and look how many prompt tokens the shard did not compute."""
+        auditor = self.shards.auditor()
+        while not all(auditor.settled()):
+            time.sleep(0.01)
+        self.router.prefill(sequence, cached=cached, chunk=chunk)
+        found = auditor.cached_tokens(sequence.id)
+        auditor.close()
+        assert set(found) == {held}, f"{found} tokens of {len(sequence.prompt)} were held"
 
     def compare(self, sequence: Sequence) -> float:
         """Compare a finished request's tokens; how near the tie was at which they part, 0 if they
@@ -224,6 +242,19 @@ def case_prefix_that_was_never_computed(bench: Bench) -> None:
     assert f"claims {size} cached tokens, but only 0 were computed" in bench.shards.log()
 
 
+def case_false_claim_longer_than_a_step(bench: Bench) -> None:
+    """What is missing is computed in steps that the shard was warmed up for."""
+    size, before = bench.router.page_size, PREFILL_TOKENS + 100
+    claimed = -(-before // size) * size
+    sequence = bench.sequence(bench.prompt(claimed + 9, 15))
+    auditor = bench.shards.auditor()
+    auditor.largest_steps()
+    bench.router.prefill(sequence, cached=claimed)
+    assert max(auditor.largest_steps()) <= PREFILL_TOKENS or bench.kv_bytes == 1
+    auditor.close()
+    bench.check(sequence)
+
+
 def case_prefix_cancelled_between_chunks(bench: Bench) -> None:
     size = 2 * bench.router.page_size
     dropped = bench.sequence(bench.prompt(size + 40, 5))
@@ -295,23 +326,57 @@ def case_adapters_side_by_side(bench: Bench) -> None:
 
 
 def case_pages_of_another_adapter(bench: Bench) -> None:
-    """The router's index knows no adapters; a page's tag does. (A11)"""
+    """Each adapter finds its own pages in the host tier, and no other's. (A11)"""
     size, (ours, other) = 2 * bench.router.page_size, bench.model.adapters
-    first = bench.sequence(bench.prompt(size + 20, 14))
-    first.adapter = ours
+    prompt = bench.prompt(size + 20, 14)
+    for adapter, held in ((ours, 0), (other, 0), (ours, size), ("", 0), (other, size)):
+        sequence = bench.sequence(prompt)
+        sequence.adapter = adapter
+        bench.expect_held(sequence, held)
+        bench.check(sequence)
+
+
+def case_prefix_from_the_host_tier(bench: Bench) -> None:
+    """The router claims nothing: its index forgot, and the pages hold something else now."""
+    size = 2 * bench.router.page_size
+    first = bench.sequence(bench.prompt(size + 20, 16))
     bench.router.prefill(first)
-    bench.router.finish()
-    told = bench.shards.log().count("the router claims")
-    same = bench.sequence(first.prompt, first.pages[:2])
-    same.adapter = ours
-    bench.router.prefill(same, cached=size)
-    bench.router.finish()
-    assert bench.shards.log().count("the router claims") == told
-    foreign = bench.sequence(first.prompt, first.pages[:2])
-    foreign.adapter = other
-    bench.router.prefill(foreign, cached=size)
-    assert f"claims {size} cached tokens, but only 0 were computed" in bench.shards.log()
-    bench.check(foreign)
+    bench.check(first)
+    bench.shards.auditor().poison(first.pages)
+    second = bench.sequence(first.prompt[:size] + bench.prompt(30, 17))
+    bench.expect_held(second, size)
+    whole = bench.sequence(first.prompt[:size])
+    bench.expect_held(whole, size - 1)
+    bench.check(second, whole)
+
+
+def case_reply_from_the_host_tier(bench: Bench) -> None:
+    """A conversation's second turn: the router knows the first prompt, the tier also the reply."""
+    size, said = bench.router.page_size, [0]
+    for seed in range(200, 300):
+        first = bench.sequence(bench.prompt(size + 40, seed), new_tokens=40)
+        bench.router.prefill(first)
+        bench.router.finish()
+        said = first.prompt + first.tokens
+        if bench.model.can_be_text(said):
+            break
+        bench.router.release(first)
+    second = bench.sequence(said + bench.prompt(10, 19), first.pages[:1])
+    bench.expect_held(second, 2 * size, cached=size)
+    bench.check(second)
+
+
+def case_chunks_after_the_host_tier(bench: Bench) -> None:
+    size = 2 * bench.router.page_size
+    first = bench.sequence(bench.prompt(size + 5, 20))
+    bench.router.prefill(first)
+    bench.check(first)
+    other = bench.sequence(bench.prompt(25, 21))
+    bench.router.prefill(other)
+    second = bench.sequence(first.prompt[:size] + bench.prompt(90, 22))
+    chunk = size + 40 if bench.router.chunks else None
+    bench.expect_held(second, size, chunk=chunk)
+    bench.check(other, second)
 
 
 def case_every_page_is_accounted_for(bench: Bench) -> None:

@@ -35,8 +35,14 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "chunks": ("chunked_prompt", "chunked_prompt_beside_a_decoding_row"),
     "poisoned prefixes": (
         "prefix_that_was_never_computed",
+        "false_claim_longer_than_a_step",
         "prefix_cancelled_between_chunks",
         "page_reused_for_other_tokens",
+    ),
+    "host cache": (
+        "prefix_from_the_host_tier",
+        "reply_from_the_host_tier",
+        "chunks_after_the_host_tier",
     ),
     "adapters": ("adapters_side_by_side", "pages_of_another_adapter"),
     "random traffic": ("random_traffic", "every_page_is_accounted_for"),
@@ -49,7 +55,8 @@ Written from the results of the tests with text-generation-inference's real shar
 do not edit. Tokens equal those of plain transformers, or, for fp8 caches, those of the same prompt
 alone and in one piece. Pages are full of NaN before they are written.
 
-`yes`: all cases of the column hold. `-`: text-generation-inference does not do it there.
+`yes`: all cases of the column hold. `-`: text-generation-inference does not do it there, or the
+row has no adapters or no host cache.
 `NO`: a case fails. `?`: not run.
 """
 

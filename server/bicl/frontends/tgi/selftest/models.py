@@ -126,6 +126,9 @@ class Model:
         assert self._tokenize(self.text(ids)) == ids
         return ids
 
+    def can_be_text(self, ids: list[int]) -> bool:
+        return all(i in self._pieces for i in ids)
+
     def text(self, ids: list[int]) -> str:
         """Text that the tokenizer turns into exactly these ids."""
         return "".join(self._pieces[i] for i in ids)
@@ -240,7 +243,8 @@ def _write_vision(spec: ModelSpec, path: Path) -> None:
     tokenizer = _word_tokenizer(("<image>",))
     edge = {"height": 56, "width": 56}
     pictures = CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=edge)
-    LlavaNextProcessor(
+    factory = LlavaNextProcessor
+    factory(
         pictures, tokenizer, patch_size=14, vision_feature_select_strategy="default"
     ).save_pretrained(path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bicl.frontends.tgi.selftest.cases import ADAPTERS, CASES, CHUNKING, PREFIXES, Bench
+from bicl.frontends.tgi.selftest.cases import ADAPTERS, CASES, CHUNKING, HOST, PREFIXES, Bench
 
 __all__ = ["SCENARIOS", "Scenario"]
 
@@ -19,6 +19,7 @@ class Scenario:
         flags, environment, world_size: of the shard.
         without: cases that cannot apply, because TGI itself lacks the feature there.
         adapters: LoRA adapters of the model to load.
+        host_cache: there is a host tier below the pages.
         free_bytes: memory that the shard is told to have.
         kv_bytes, exact, new_tokens: as in :class:`Bench`.
     """
@@ -29,6 +30,7 @@ class Scenario:
     world_size: int = 1
     without: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
+    host_cache: bool = False
     free_bytes: int = 64 << 20
     kv_bytes: int = 4
     exact: bool = True
@@ -36,7 +38,9 @@ class Scenario:
 
     @property
     def cases(self) -> dict[str, Callable[[Bench], None]]:
-        left_out = self.without if self.adapters else (*self.without, *ADAPTERS)
+        left_out = {*self.without}
+        left_out |= set() if self.adapters else set(ADAPTERS)
+        left_out |= set() if self.host_cache else set(HOST)
         return {name: case for name, case in CASES.items() if name not in left_out}
 
     @property
@@ -48,6 +52,8 @@ class Scenario:
 def _fp8(dtype: str) -> Scenario:
     return Scenario("llama", ("--kv-cache-dtype", dtype), kv_bytes=1, exact=False)
 
+
+HOST_CACHE = {"BICL_HOST_CACHE_SIZE": "32MiB"}
 
 SCENARIOS = {
     "llama": Scenario("llama"),
@@ -63,7 +69,23 @@ SCENARIOS = {
     "gemma2-window": Scenario("gemma2-window"),
     "phi3-head96": Scenario("phi3-head96"),
     "gpt-neox-head80": Scenario("gpt-neox-head80"),
-    "llama-lora": Scenario("llama-lora", adapters=("poet", "clerk")),
+    "llama-lora": Scenario(
+        "llama-lora",
+        environment={"PREFIX_CACHING": "0"} | HOST_CACHE,
+        without=PREFIXES,
+        adapters=("poet", "clerk"),
+        host_cache=True,
+    ),
+    "llama-host-cache": Scenario("llama", environment=HOST_CACHE, host_cache=True),
+    "llama-host-cache-speculate2": Scenario(
+        "llama", ("--speculate", "2"), HOST_CACHE, without=CHUNKING, host_cache=True
+    ),
+    "llama-host-cache-tp2": Scenario(
+        "llama", environment=HOST_CACHE, world_size=2, host_cache=True
+    ),
+    "qwen3-host-cache": Scenario(
+        "qwen3", environment=HOST_CACHE, without=CHUNKING, host_cache=True
+    ),
     "mixtral": Scenario("mixtral"),
     "deepseek-v3-head192": Scenario("deepseek-v3-head192", free_bytes=256 << 20),
     "llava-next": Scenario("llava-next", environment={"PREFIX_CACHING": "0"}, without=PREFIXES),

@@ -83,7 +83,7 @@ class Shards:
         self.folder = tempfile.TemporaryDirectory(prefix="bicl-shard-")
         root = Path(self.folder.name)
         self._log = root / "log"
-        environment = {**environment, "BICL_AUDIT": str(root / "audit")}
+        environment = {**environment, "TEST_AUDIT": str(root / "audit")}
         command = [sys.executable, "-m", "text_generation_server.cli", "serve", str(model)]
         command += ["--uds-path", str(root / "socket"), *flags]
         if world_size > 1:
