@@ -76,6 +76,7 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   k.turns = (k.group + 8 * blocks - 1) / (8 * blocks);
   k.steps = (2 * p.index.dims + 31) / 32;
   k.heads = FastDiv(p.num_kv_heads);
+  k.page_log2 = p.page_size == 64 ? 6 : 5;
   const TilesKernel kernel = p.index.dtype == DType::kBFloat16 ? tiles_kernel_for<__nv_bfloat16>(work, blocks)
                                                                : tiles_kernel_for<__half>(work, blocks);
   allow(kernel, device, info);

@@ -30,6 +30,7 @@ struct TilesKernelParams {
   int turns;       // blocks of 8 kBlocks query heads
   int steps;       // of 4 pieces, in an index row
   int row_stride;  // of a head's scores in shared memory
+  int page_log2;   // of tokens a page
 };
 
 // Shared memory beside TopKScratch.
@@ -103,12 +104,12 @@ class TilesCta {
   // --- lengths -----------------------------------------------------------------------------------------------------
   __device__ __forceinline__ void read_lengths() {
     length_ = max(p_.sequences.cache_seqlens[sequence_], 0);
-    count_ = min((length_ + p_.page_size - 1) / p_.page_size, p_.max_pages);
+    count_ = min((length_ + p_.page_size - 1) >> k_.page_log2, p_.max_pages);
     first_scored_ = min(p_.rule.first, count_);
     end_scored_ = max(first_scored_, count_ - p_.rule.recent);
     const int groups = (count_ + kRows - 1) / kRows;
-    begin_ = groups * peers_.rank / peers_.count * kRows;
-    end_ = min(groups * (peers_.rank + 1) / peers_.count * kRows, count_);
+    begin_ = k_.splits.divide(groups * peers_.rank) * kRows;
+    end_ = min(static_cast<int>(k_.splits.divide(groups * (peers_.rank + 1))) * kRows, count_);
     if (kWork == Work::kScore) return;
     const float share = p_.sparsity[sequence_];
     // tiles_to_keep(): each operation rounded, as there.
@@ -135,7 +136,7 @@ class TilesCta {
   };
   __device__ __forceinline__ int32_t page_at(int first) const {
     const int position = first + lane_ % kRows;
-    return position >= first_scored_ && position < end_scored_ ? table()[position] : -1;
+    return position >= begin_scored() && position < end_scored() ? table()[position] : -1;
   }
   __device__ __forceinline__ Sources sources(int32_t page) const {
     const int64_t row = 2 * p_.index.dims;
@@ -147,39 +148,43 @@ class TilesCta {
   __device__ __forceinline__ void score() {
     const int pieces = 2 * p_.index.dims / kPieceElements;
     int first = begin_ + warp_ * kRows;
-    Sources from = sources(first < end_ ? page_at(first) : -1);
-    RowPieces rows;
-    // On their way while the query is still being written.
-    load_rows(rows, from.upper, from.lower, 0, pieces, lane_);
-    if (kWork == Work::kChoose && peers_.rank == 0) fetch_table();
-    for (int i = threadIdx.x; i < 2 * p_.index.dims; i += kThreads) shared_.weights[i] = p_.weights[i];
-    __syncthreads();
-    if (p_.pdl) ptx::grid_dependency_wait();
-    put_coefficients();
-    __syncthreads();
+    int32_t page = page_at(first);
+    bool ready = false;
 #pragma unroll 1
-    while (first < end_) {
-      const int next = first + kWarps * kRows;
-      const int32_t next_page = next < end_ ? page_at(next) : -1;
+    do {
+      const Sources from = sources(page);
+      page = page_at(first + kWarps * kRows);
 #pragma unroll 1
       for (int turn = 0; turn < k_.turns; ++turn) {
         float acc[kBlocks][4] = {};
 #pragma unroll 1
         for (int step = 0; step < k_.steps; step += kStep) {
-          if (turn > 0 || step > 0) load_rows(rows, from.upper, from.lower, 4 * step, pieces, lane_);
+          RowPieces rows;
+          load_rows(rows, from.upper, from.lower, 4 * step, pieces, lane_);
+          if (!ready) prepare();  // the first rows are on their way while the query is still being written
+          ready = true;
           multiply<T, kBlocks>(acc, rows, shared_.vectors + (turn * kBlocks * k_.steps + step) * 32, k_.steps * 32,
                                k_.steps - step, lane_);
         }
         put_scores(acc, turn * kBlocks * 8, first);
       }
-      first = next;
-      from = sources(next_page);
-      load_rows(rows, from.upper, from.lower, 0, pieces, lane_);
-    }
+      first += kWarps * kRows;
+    } while (first < end_);
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void prepare() const {
+    if (kWork == Work::kChoose && peers_.rank == 0) fetch_table();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * p_.index.dims; i += kThreads) shared_.weights[i] = p_.weights[i];
+    __syncthreads();
+    if (p_.pdl) ptx::grid_dependency_wait();
+    put_coefficients();
     __syncthreads();
   }
 
   __device__ __forceinline__ void fetch_table() const {
+#pragma unroll 2
     for (int i = threadIdx.x; i < count_; i += kThreads) shared_.pages[i] = table()[i];
   }
 
@@ -190,14 +195,16 @@ class TilesCta {
       for (int i = 0; i < 4; ++i) {
         const int query_head = first_head + 8 * n + lane_ % 4 * 2 + i % 2;
         const int position = first + lane_ / 4 + i / 2 * 8;
-        if (query_head >= k_.group || position >= count_) continue;
+        if (query_head >= k_.group || position >= end_) continue;
         if (kWork == Work::kScore) scores_of(query_head)[position] = acc[n][i];
         else shared_.scores[query_head * k_.row_stride + position - begin_] = acc[n][i];
       }
   }
 
   __device__ __forceinline__ void read_scores() const {
+#pragma unroll 1
     for (int query_head = 0; query_head < k_.group; ++query_head)
+#pragma unroll 2
       for (int i = threadIdx.x; i < count_; i += kThreads)
         shared_.scores[query_head * k_.row_stride + i] = scores_of(query_head)[i];
     fetch_table();
@@ -209,10 +216,12 @@ class TilesCta {
   __device__ __forceinline__ void put_coefficients() const {
     const auto* query = static_cast<const T*>(p_.query) + sequence_ * p_.query_token_stride;
     const int dims = p_.index.dims, half = dims / kPieceElements;
-    for (int i = threadIdx.x; i < TilesShared::vector_count(k_, kBlocks, kWork); i += kThreads) {
-      const int lane = i % 32, step = i / 32 % k_.steps, block = i / (32 * k_.steps);
-      const int query_head = block * 8 + lane / 4;
-      int piece = 4 * step + lane % 4;
+    const int total = k_.turns * kBlocks * k_.steps;
+#pragma unroll 1
+    for (int item = warp_, block = 0, step = warp_; item < total; item += kWarps, step += kWarps) {
+      while (step >= k_.steps) step -= k_.steps, ++block;
+      const int query_head = block * 8 + lane_ / 4;
+      int piece = 4 * step + lane_ % 4;
       const float sign = piece < half ? -0.5f : 0.5f;
       if (piece >= half) piece -= half;
       alignas(16) T values[kPieceElements] = {};
@@ -227,7 +236,7 @@ class TilesCta {
           values[j] = from_float<T>(p_.scale * (0.5f * centre + sign * spread));
         }
       }
-      shared_.vectors[i] = *reinterpret_cast<const uint4*>(values);
+      shared_.vectors[item * 32 + lane_] = *reinterpret_cast<const uint4*>(values);
     }
   }
 
@@ -239,6 +248,7 @@ class TilesCta {
   // Each head's scores to exp(score - greatest of the share), and the factor that makes them its softmax over all
   // pages that compete. A warp a head.
   __device__ __forceinline__ void normalise() const {
+#pragma unroll 1
     for (int query_head = warp_; query_head < k_.group; query_head += kWarps) {
       float* scores = shared_.scores + query_head * k_.row_stride - begin_;
       float most = -INFINITY, sum = 0.f;
@@ -255,13 +265,14 @@ class TilesCta {
       if (lane_ < peers_.count) peers_.send(&shared_.stats[peers_.rank * k_.group + query_head], most, sum, lane_);
     }
     peers_.exchange();
+#pragma unroll 1
     for (int query_head = warp_; query_head < k_.group; query_head += kWarps) {
       const float2 part =
           lane_ < peers_.count ? shared_.stats[lane_ * k_.group + query_head] : make_float2(-INFINITY, 0.f);
       const float most = warp_max(part.x);
       const float all = warp_sum(part.x == -INFINITY ? 0.f : part.y * ptx::exp2_approx((part.x - most) * kLog2e));
       const float own = __shfl_sync(~0u, part.x, peers_.rank);
-      if (lane_ == 0) shared_.factors[query_head] = ptx::exp2_approx((own - most) * kLog2e) / all;
+      if (lane_ == 0) shared_.factors[query_head] = __fdividef(ptx::exp2_approx((own - most) * kLog2e), all);
     }
     __syncthreads();
   }
@@ -270,10 +281,12 @@ class TilesCta {
   __device__ __forceinline__ void combine() const {
     const float* scores = shared_.scores - begin_;
     const int stride = k_.row_stride;
+#pragma unroll 1
     for (int i = begin_ + threadIdx.x; i < end_; i += kThreads) {
       uint32_t key = kAlways;
       if (i >= first_scored_ && i < end_scored_) {
         float all = p_.combine == Combine::kMax ? -INFINITY : 0.f;
+#pragma unroll 4
         for (int h = 0; h < k_.group; ++h) {
           const float score = scores[h * stride + i];
           if (p_.combine == Combine::kMax) all = fmaxf(all, score);
@@ -288,6 +301,7 @@ class TilesCta {
   // --- selection -----------------------------------------------------------------------------------------------------
   __device__ __forceinline__ void keep_all() const {
     if (p_.pdl) ptx::grid_dependency_wait();  // the kernels ahead may still read what this one writes
+#pragma unroll 1
     for (int i = begin_ + threadIdx.x; i < end_; i += kThreads) put(i, i, table()[i]);
     put_length();
   }
@@ -296,6 +310,7 @@ class TilesCta {
     const int need = keep_ - (count_ - (end_scored_ - first_scored_));
     const Cut cut = need > 0 ? find_cut(shared_.keys, first_scored_, end_scored_, need, scratch) : Cut{kAlways - 1, 0};
     list_taken(shared_.keys, count_, cut, shared_.list, scratch);
+#pragma unroll 2
     for (int i = threadIdx.x; i < keep_; i += kThreads) {
       const int position = shared_.list[i];
       put(i, position, shared_.pages[position]);

@@ -53,6 +53,7 @@ __device__ __forceinline__ Cut find_cut(const uint32_t* keys, int begin, int end
   if (threadIdx.x == 0) scratch.low = kAlways, scratch.high = 0;
   __syncthreads();
   uint32_t low = kAlways, high = 0;
+#pragma unroll 2
   for (int i = begin + threadIdx.x; i < end; i += kThreads) {
     low = min(low, keys[i]);
     high = max(high, keys[i]);
@@ -65,10 +66,12 @@ __device__ __forceinline__ Cut find_cut(const uint32_t* keys, int begin, int end
   }
   __syncthreads();
   low = scratch.low, high = scratch.high;
+#pragma unroll 1
   while (true) {
     const int shift = max(0, 24 - __clz(high - low));  // 256 bins
     scratch.bins[threadIdx.x] = 0;
     __syncthreads();
+#pragma unroll 2
     for (int i = begin + threadIdx.x; i < end; i += kThreads) {
       const uint32_t offset = keys[i] - low;
       if (offset <= high - low) atomicAdd(&scratch.bins[offset >> shift], 1);
@@ -97,9 +100,11 @@ __device__ __forceinline__ void list_taken(const uint32_t* keys, int n, const Cu
   const int share = (n + kThreads - 1) / kThreads;
   const int begin = min(static_cast<int>(threadIdx.x) * share, n), end = min(begin + share, n);
   uint32_t counts = 0;  // above the cut; equal to it in the upper half
+#pragma unroll 2
   for (int i = begin; i < end; ++i) counts += (keys[i] > cut.key) + ((keys[i] == cut.key) << 16);
   const uint32_t before = block_scan(counts, scratch.sums) - counts;
   uint32_t above = before & 0xffff, equal = before >> 16;
+#pragma unroll 2
   for (int i = begin; i < end; ++i) {
     const bool is_equal = keys[i] == cut.key;
     if (keys[i] > cut.key || (is_equal && equal < cut.equal)) list[above + min(equal, cut.equal)] = i;

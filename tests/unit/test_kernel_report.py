@@ -50,11 +50,18 @@ def test_store_kv_leaves_room_for_full_occupancy(arch: str) -> None:
     assert all(int(str(k["registers"])) <= 40 for k in kernels("store_kv_kernel", arch))
 
 
-def instructions(kernel: str, mangled: str) -> str:
+@pytest.mark.parametrize("arch", SMS)
+def test_two_ctas_that_choose_tiles_fit_an_sm(arch: str) -> None:
+    found = kernels("tiles_kernel", arch)
+    assert [k["kernel"] for k in found if k["spill_stores"]] == []
+    assert all(int(str(k["registers"])) * 256 * 2 <= 65536 for k in found)
+
+
+def instructions(kernel: str, mangled: str, arch: str = "sm_90a") -> str:
     """The listing of the first Hopper kernel of that name."""
-    unit = kernels(kernel, "sm_90a")[0]
+    unit = kernels(kernel, arch)[0]
     listing = subprocess.run(
-        [cuobjdump(), "-sass", "-arch", "sm_90a", str(library.library_path())],
+        [cuobjdump(), "-sass", "-arch", arch, str(library.library_path())],
         check=True,
         capture_output=True,
         text=True,
@@ -77,3 +84,12 @@ def test_the_hopper_prefill_kernel_is_made_of_bulk_copies_and_warpgroup_products
     for instruction in ("UBLKCP", "HGMMA", "USETMAXREG"):
         assert instruction in prefill
     assert "STL" not in prefill, "a register array went to local memory"
+
+
+def test_scores_are_vector_loads_and_tensor_core_products() -> None:
+    """The index goes from global memory to registers and there into the products; clusters meet
+    at barriers (``WorkE2E`` is ``Work::kChoose``)."""
+    choose = instructions("tiles_kernel", "tiles_kernelI13__nv_bfloat16Li1ELNS0_4WorkE2E", "sm_90")
+    for instruction in ("LDG.E.128", "HMMA.16816.F32.BF16", "UCGABAR_ARV", "ATOMS"):
+        assert instruction in choose
+    assert "STL" not in choose, "a register array went to local memory"

@@ -51,6 +51,10 @@ class SparseBackend:
             self._ops.check_index(index)
         self._by_pages = {index.layer.pages.data_ptr(): index for index in indexes.values()}
         sizes = {index.layer.layout.page_size for index in indexes.values()}
+        # What only the CUDA backend has; drafts, which it is told not to overlap, may complete a
+        # page that is not among the recent ones.
+        self._early = bool(getattr(inner, "pdl", False))
+        self._deterministic = bool(getattr(inner, "deterministic", False))
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # pages and slots, last call
         self.rules = {size: SelectionRule.of(config, size) for size in sizes}
 
@@ -115,7 +119,8 @@ class SparseBackend:
             self.rules[index.layer.layout.page_size],
             self.config.combine,
             scale=scale,
-            after_store=self._follows_store(index.layer, meta),
+            after_store=self._early and self._follows_store(index.layer, meta),
+            deterministic=self._deterministic,
         )
         return replace(meta, page_table=pages, cache_seqlens=lengths, sparsity=None)
 

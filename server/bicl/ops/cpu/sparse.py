@@ -185,8 +185,9 @@ def choose_tiles(
     scale: float,
     positions: torch.Tensor | None = None,
     after_store: bool = False,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``score_tiles``, then ``select_tiles``. ``after_store`` is the kernels' affair."""
+    """``score_tiles``, then ``select_tiles``. The last two are the kernels' affair."""
     scores = score_tiles(query, layer, index, page_table, cache_seqlens, scale)
     return select_tiles(
         scores,

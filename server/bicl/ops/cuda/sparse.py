@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_index", "choose_tiles", "index_pages", "score_tiles", "select_tiles"]
 
+# CTAs that share a sequence's pages, and so the order of sums, otherwise depend on the batch.
+DETERMINISTIC_CLUSTER = 8
+
 _COMBINES = {"max": 0, "sum": 1, "softmax": 2}
 
 
@@ -155,6 +158,7 @@ def choose_tiles(
     scale: float,
     positions: torch.Tensor | None = None,
     after_store: bool = False,
+    deterministic: bool = False,
     force_cluster: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``score_tiles`` and ``select_tiles`` in one launch, without scores in device memory.
@@ -162,6 +166,7 @@ def choose_tiles(
     Args:
         after_store: the kernel ahead is this step's ``index_pages`` of this layer: old index rows
             are read while it still runs.
+        deterministic: the choice for a sequence depends on nothing but itself.
         force_cluster: tests and benchmarks.
     """
     num_kv_heads = index.vectors.shape[1]
@@ -184,7 +189,7 @@ def choose_tiles(
         _COMBINES[combine],
         scale,
         1 if after_store else 2,
-        force_cluster,
+        DETERMINISTIC_CLUSTER if deterministic and not force_cluster else force_cluster,
     )
     return selected, lengths
 
