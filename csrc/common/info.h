@@ -17,12 +17,12 @@ inline tvm::ffi::String built_archs() { return BICL_ARCHS; }
 // From now on every kernel is what `compile` makes of it: given the spelled-out KernelTag it returns
 // "symbol \0 image". For a card that this library has no code for; before the first launch.
 inline void set_kernel_compiler(tvm::ffi::Function compile) {
-  kernel_compiler = [compile = std::move(compile)](const std::string& tag) {
+  kernel_compiler = new KernelCompiler([compile = std::move(compile)](const std::string& tag) {
     const std::string made = compile(tag).cast<tvm::ffi::Bytes>();
     const size_t end = made.find('\0');
     if (end == std::string::npos) throw std::runtime_error("no symbol came with the image of " + tag);
     return KernelImage{made.substr(0, end), made.substr(end + 1)};
-  };
+  });
 }
 
 // Fills out (int64 [page_size, padded_head_dim], CPU) with the element offset of (token, dim) inside a

@@ -43,8 +43,9 @@ struct KernelImage {
 
 using KernelCompiler = std::function<KernelImage(const std::string& tag)>;
 
-// Unset unless the card lacks code. Set once, before the first launch.
-inline KernelCompiler kernel_compiler;
+// Null unless the card lacks code. Set once, before the first launch, and never freed: what it calls is Python's,
+// which is gone when this library's destructors run.
+inline const KernelCompiler* kernel_compiler = nullptr;
 
 // What to hand to the runtime in place of a host stub. Loads the kernel where it was not needed before.
 inline const void* runnable(const KernelRef& kernel) {
@@ -53,7 +54,7 @@ inline const void* runnable(const KernelRef& kernel) {
   static std::unordered_map<const void*, cudaKernel_t> loaded;  // for the life of the process
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = loaded.find(kernel.stub); found != loaded.end()) return found->second;
-  const KernelImage made = kernel_compiler(kernel.spelled());
+  const KernelImage made = (*kernel_compiler)(kernel.spelled());
   const auto check = [&](cudaError_t status) {
     if (status != cudaSuccess)
       throw std::runtime_error("cannot load " + made.name + ": " + cudaGetErrorString(status));
