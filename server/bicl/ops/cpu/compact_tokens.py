@@ -56,8 +56,8 @@ def compact_tokens(
 
 def _rows(layout: PageLayout, pages: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Flat index of the K and V rows of token ``positions[h, i]`` of each head, head by head."""
-    slots = pages.long()[positions // layout.page_size] * layout.page_size
-    slots = (slots + positions % layout.page_size).numpy()
+    first = pages.long()[positions // layout.page_size] * layout.page_size
+    slots = (first + positions % layout.page_size).numpy()
     heads, tokens = positions.shape
     parts = [
         row_index(layout, slots[head]).view(tokens, heads, -1)[:, head].reshape(-1)
