@@ -30,6 +30,8 @@ class AttentionMetadata:
         causal: False lets every query see every key of its sequence.
         sparsity: float32 ``[B]``, the share of its pages that a sequence's decode step may leave
             out (0: none), in layers whose backend selects pages; None selects nowhere.
+        compact: the same step in a second page group, whose layers may hold fewer tokens of a
+            sequence: its tables, lengths and slots.
 
     All tensors are on the pool's device. Under a CUDA graph their addresses and the two host
     bounds are fixed and everything else is read on the device.
@@ -43,6 +45,7 @@ class AttentionMetadata:
     max_k: int
     causal: bool = True
     sparsity: torch.Tensor | None = None
+    compact: AttentionMetadata | None = None
 
     @property
     def batch_size(self) -> int:

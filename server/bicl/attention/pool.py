@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,8 @@ class KVPool:
         layouts: one layout a layer; all must share ``page_size``.
         num_pages: pages of each layer.
         device: where the pages live.
+        group_pages: layers of a second page group, and how many pages those have; their page ids
+            are their own.
         fill: initial value. ``None`` leaves memory as it comes; tests pass NaN so that a read of
             a slot nobody wrote shows.
 
@@ -57,21 +59,25 @@ class KVPool:
         num_pages: int,
         device: torch.device | str,
         *,
+        group_pages: Mapping[int, int] | None = None,
         fill: float | None = None,
     ) -> None:
-        if num_pages < 1:
-            raise ConfigError(f"num_pages is {num_pages}; the cache needs at least one page")
+        group = group_pages or {}
+        fewest = min(num_pages, *group.values()) if group else num_pages
+        if fewest < 1:
+            raise ConfigError(f"num_pages is {fewest}; the cache needs at least one page")
         if len({layout.page_size for layout in layouts}) != 1:
             raise ConfigError("all layers must share one page_size; tiles may differ")
         self.num_pages = num_pages
         self.page_size = layouts[0].page_size
         self.layers = [
-            LayerCache(_allocate(layout, num_pages, device, fill), layout) for layout in layouts
+            LayerCache(_allocate(layout, group.get(number, num_pages), device, fill), layout)
+            for number, layout in enumerate(layouts)
         ]
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.layout.page_bytes for layer in self.layers) * self.num_pages
+        return sum(layer.layout.page_bytes * layer.num_pages for layer in self.layers)
 
 
 def _allocate(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bicl.cache.keys import ID_BYTES, Namespace, TokenIds, pack_ids
+from bicl.cache.keys import ID_BYTES, Namespace, PackedIds, TokenIds, pack_ids
 from bicl.cache.manager import BASE, CacheManager
 from bicl.cache.sequence import GroupPages, SequencePages
 from bicl.cache.stats import FlushReport
@@ -96,7 +96,8 @@ class GroupedManager(CacheManager):
 
     def begin_drop(self, num_tokens: int) -> SequencePages | None:
         """Pages in the second group for what a sequence keeps there; None: no room now."""
-        return self.group.acquire(bytes(num_tokens * ID_BYTES), reuse=False, resumed=True)
+        ids = PackedIds(bytes(num_tokens * ID_BYTES))
+        return self.group.acquire(ids, reuse=False, resumed=True)
 
     def finish_drop(self, seq: SequencePages, kept: SequencePages, num_dropped_tokens: int) -> int:
         """The kept tokens' copies into ``kept`` are issued: let go of the old pages.

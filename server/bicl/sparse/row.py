@@ -54,10 +54,14 @@ class SparseRow:
         """Whether its first ``end`` tokens were all computed dense."""
         return self.first_sparse is None or end <= self.first_sparse
 
-    def count(self, position: int, read: int, total: int) -> None:
-        """The token at ``position`` was computed with ``read`` of ``total`` tiles."""
+    def approximate_from(self, position: int) -> None:
+        """Tokens from ``position`` on are computed with tokens missing."""
         if self.first_sparse is None:
             self.first_sparse = position
+
+    def count(self, position: int, read: int, total: int) -> None:
+        """The token at ``position`` was computed with ``read`` of ``total`` tiles."""
+        self.approximate_from(position)
         self.tiles_read += read
         self.tiles_total += total
         if self._since_shadow is not None:

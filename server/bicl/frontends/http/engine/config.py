@@ -74,7 +74,18 @@ class EngineConfig:
     hysparse: HySparseConfig | None = None
     guard: GuardBounds = field(default_factory=GuardBounds)
 
+    @property
+    def compact(self) -> bool:
+        """Sparse layers form a page group of their own and drop tokens."""
+        return self.hysparse is not None and self.hysparse.mode == "compact"
+
     def __post_init__(self) -> None:
+        if self.compact and self.host_cache_bytes:
+            raise ConfigError(
+                "--hysparse-mode compact with a host tier (--host-cache-size): the tiers move a "
+                "page of all layers at once, and compact layers have pages of their own; use "
+                "--hysparse-mode select, or --host-cache-size 0"
+            )
         for name in (
             "max_total_tokens",
             "max_batch_prefill_tokens",
@@ -178,6 +189,9 @@ class SparseStats:
         mass_kept_sum, mass_kept_count: over all rows of the shadow steps.
         entropy: of the dense attention in nats, smoothed; by layer group ``first``, ``sparse``,
             ``last``.
+        compactions, dropped_pages: compact mode: times that a request's sparse layers gave up
+            pages, and how many.
+        compact_pages: pages of the sparse layers by state: ``free``, ``cached``, ``in_use``.
     """
 
     enabled: bool = False
@@ -193,6 +207,9 @@ class SparseStats:
     mass_kept_count: int = 0
     mass_kept: float = math.nan
     entropy: Mapping[str, float] = field(default_factory=dict)
+    compactions: int = 0
+    dropped_pages: int = 0
+    compact_pages: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Emitter:
         ready, rows, ended = [], [], []
         row = 0
         for chunk in chunks:
-            size = (0, 1, chunk.count)[chunk.logits]
+            size = chunk.num_logits
             if chunk.logits is LogitsNeed.ALL:
                 self._add_prefill(chunk, logits[row : row + size])
             row += size

@@ -6,12 +6,15 @@ import logging
 import threading
 import time
 from collections import deque
+from typing import Any
 
 import torch
 
+from bicl.cache.groups import GroupedManager
 from bicl.cache.manager import CacheManager, FlushReport
 from bicl.cache.tiers import TierStats
 from bicl.errors import BiclError, InvalidInputError, OverloadedError, TransferError
+from bicl.frontends.http.engine.compact import CompactControl
 from bicl.frontends.http.engine.config import (
     EngineConfig,
     EngineObserver,
@@ -35,6 +38,7 @@ from bicl.frontends.http.engine.text import Detokenizer, StopCheck
 from bicl.frontends.http.engine.tiers import make_tiers, measure
 from bicl.frontends.http.loader import LoadedModel
 from bicl.frontends.http.request import GenerationRequest, RequestFailed
+from bicl.sparse.compact import OBSERVED
 
 __all__ = ["Engine"]
 
@@ -71,14 +75,7 @@ class Engine:
         self._observer = observer
         self._runner = ModelRunner(loaded, config, num_pages(loaded, config))
         self._tiers = make_tiers(loaded, config, self._runner, self._tiers_changed)
-        manager = CacheManager(
-            self._runner.pool.num_pages,
-            config.page_size,
-            prefix_cache=config.prefix_caching,
-            model_revision=loaded.sha,
-            tiers=self._tiers,
-        )
-        self._scheduler = Scheduler(manager, config)
+        self._scheduler = Scheduler(self._make_manager(), config)
         self._sparse = self._sparse_control()
         self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._emitter = Emitter(loaded.tokenizer)
@@ -273,6 +270,8 @@ class Engine:
             with self._lock:
                 for chunk in chunks:
                     self._scheduler.commit(chunk)
+                if self._sparse is not None:
+                    self._sparse.settle(chunks)
             num_generated, ended = self._emitter.emit(chunks, logits)
         except Exception as error:
             if not (isinstance(error, TransferError) and self._retry(plan)):
@@ -328,7 +327,7 @@ class Engine:
             plan.chunks, step.sparsity, watched=step.shadow, fetches=plan.fetches
         )
         self._note_fetched(plan)
-        back = self._sparse.finish(plan.chunks, step)
+        back = self._sparse.finish(plan.chunks)
         if not back:
             return plan.chunks, logits
         # A row that goes back to the full cache computes this token again, too.
@@ -337,8 +336,10 @@ class Engine:
                 assert sequence.sparse is not None
                 log.warning("request %s: full cache (%s)", sequence.id, sequence.sparse.fallback)
                 self._scheduler.recompute_dense(sequence)
-        keep = [i for i, chunk in enumerate(plan.chunks) if chunk.sequence not in back]
-        return [plan.chunks[i] for i in keep], logits[keep]
+        counts = torch.tensor([chunk.num_logits for chunk in plan.chunks])
+        stays = torch.tensor([chunk.sequence not in back for chunk in plan.chunks])
+        rows = stays.repeat_interleave(counts).to(logits.device)
+        return [c for c in plan.chunks if c.sequence not in back], logits[rows]
 
     def _note_fetched(self, plan: Plan) -> None:
         """What the step joined can be shared from now on."""
@@ -353,10 +354,29 @@ class Engine:
         with self._changed:
             self._changed.notify_all()
 
-    def _sparse_control(self) -> SparseControl | None:
+    def _make_manager(self) -> CacheManager:
+        pages, size = self._runner.pool.num_pages, self.config.page_size
+        shared: dict[str, Any] = {
+            "prefix_cache": self.config.prefix_caching,
+            "model_revision": self.loaded.sha,
+        }
+        if self._runner.compact is None:
+            return CacheManager(pages, size, tiers=self._tiers, **shared)
+        group = next(iter(self._runner.compact.layers.values())).num_pages
+        # The tokens that judge the others must be computed.
+        return GroupedManager(
+            pages, size, group_pages=group, min_computed_tokens=OBSERVED, **shared
+        )
+
+    def _sparse_control(self) -> SparseControl | CompactControl | None:
         config, shadow = self.config.hysparse, self._runner.shadow
-        if config is None or shadow is None:
+        if config is None:
             return None
+        if self._runner.compact is not None:
+            manager = self._scheduler.manager
+            assert isinstance(manager, GroupedManager)
+            return CompactControl(config, self.config.guard, self._runner.compact, manager)
+        assert shadow is not None
         return SparseControl(
             config,
             self.config.guard,
@@ -375,6 +395,8 @@ class Engine:
 
     def _forget(self, sequence: Sequence, last: Last, outcome: Outcome) -> None:
         self._live.discard(sequence.id)
+        if self._sparse is not None:
+            self._sparse.forget(sequence)
         self._counters.outcome(outcome)
         sequence.stream.put(last)
         if self._observer is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ class _Buffers:
             "cache_seqlens": ((batch,), torch.int32, 0),
             "slots": ((batch,), torch.int64, -1),
             "sparsity": ((batch,), torch.float32, 0),
+            "group_page_table": ((batch, max_pages), torch.int32, 0),
+            "group_cache_seqlens": ((batch,), torch.int32, 0),
+            "group_slots": ((batch,), torch.int64, -1),
         }
         self._empty = {name: fill for name, (_, _, fill) in shapes.items()}
         self.host = {
@@ -50,6 +54,12 @@ class _Buffers:
             view[: len(array)] = array
             view[len(array) :] = self._empty[name]
             self.device[name][:size].copy_(host, non_blocking=True)
+
+
+class GroupArrays(Protocol):
+    """A step's arrays in the second page group, by the name of their buffer."""
+
+    def arrays(self) -> dict[str, np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,8 @@ class DecodeGraphs:
         self._cu_seqlens = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(self._sizes[-1], device=device)
         # Steps in which no row leaves tiles out have graphs without scoring and selection.
-        self._kinds = (False,) if config.hysparse is None else (False, True)
+        self._kinds = (False,) if config.hysparse is None or config.compact else (False, True)
+        self._compact = config.compact
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.misses = 0
@@ -114,6 +125,7 @@ class DecodeGraphs:
         cache_seqlens: np.ndarray,
         slots: np.ndarray,
         sparsity: np.ndarray | None = None,
+        group: GroupArrays | None = None,
     ) -> torch.Tensor | None:
         """Logits of a decode step, or ``None`` if no captured size is large enough (counted)."""
         batch = len(input_ids)
@@ -132,6 +144,7 @@ class DecodeGraphs:
                 "cache_seqlens": cache_seqlens,
                 "slots": slots,
                 **({} if sparsity is None else {"sparsity": sparsity}),
+                **({} if group is None else group.arrays()),
             },
         )
         self._copied.record()
@@ -152,4 +165,12 @@ class DecodeGraphs:
             max_k=self._max_k,
             sparsity=buffers["sparsity"][:size] if sparse else None,
         )
+        if self._compact:
+            group = replace(
+                meta,
+                page_table=buffers["group_page_table"][:size],
+                cache_seqlens=buffers["group_cache_seqlens"][:size],
+                slot_mapping=buffers["group_slots"][:size],
+            )
+            meta = replace(meta, compact=group)
         return buffers["input_ids"][:size], buffers["positions"][:size], meta, self._rows[:size]

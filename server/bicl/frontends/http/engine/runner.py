@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,16 +12,22 @@ import torch
 from bicl.attention.backend import AttentionBackend, make_backend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import KVPool
-from bicl.cache.sequence import PageCopy
+from bicl.cache.sequence import PageCopy, SequencePages
 from bicl.cache.tiers import Fetch
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.engine.graphs import DecodeGraphs
 from bicl.frontends.http.engine.scheduler import Chunk
 from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
-from bicl.frontends.http.engine.sizing import page_layouts, sparse_layers
+from bicl.frontends.http.engine.sizing import (
+    group_pages,
+    page_layouts,
+    sparse_layers,
+)
 from bicl.frontends.http.loader import LoadedModel
 from bicl.frontends.transformers import PackedCache
 from bicl.frontends.transformers.packed import PackedModel
+from bicl.sparse.compact import CompactBackend
+from bicl.sparse.selection import SelectionRule
 from bicl.sparse.shadow import ShadowBackend, make_shadow_backend
 
 __all__ = ["ModelRunner"]
@@ -42,9 +49,20 @@ class ModelRunner:
         self.device = loaded.device
         self.backend: AttentionBackend = make_backend(self.device)
         self.page_size = config.page_size
-        self.pool = KVPool(page_layouts(loaded, config), num_pages, self.device)
+        group = group_pages(loaded, config, num_pages)
+        layouts = page_layouts(loaded, config)
+        self.pool = KVPool(layouts, num_pages, self.device, group_pages=group)
         self.shadow: ShadowBackend | None = None
-        if config.hysparse is not None:
+        self.compact: CompactBackend | None = None
+        if config.compact:
+            assert config.hysparse is not None
+            self.backend = self.compact = CompactBackend(
+                self.backend,
+                make_backend(self.device),
+                {number: self.pool.layers[number] for number in group},
+                SelectionRule.of(config.hysparse, config.page_size),
+            )
+        elif config.hysparse is not None:
             self.backend = self.shadow = make_shadow_backend(
                 self.backend,
                 config.hysparse,
@@ -57,6 +75,10 @@ class ModelRunner:
         max_pages = -(-config.max_total_tokens // config.page_size)
         self._table = np.zeros((config.max_batch_size, max_pages), dtype=np.int32)
         self._filled = np.zeros(config.max_batch_size, dtype=np.int64)
+        # The second page group's table; a row belongs to the pages that it was filled from.
+        self._group_table = np.zeros_like(self._table)
+        self._group_filled = np.zeros_like(self._filled)
+        self._group_pages: list[SequencePages | None] = [None] * config.max_batch_size
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and config.cuda_graphs:
             self.graphs = DecodeGraphs(self._model, self.backend, config, self.device)
@@ -135,6 +157,7 @@ class ModelRunner:
                 step.cache_seqlens,
                 step.slots,
                 sparsity,
+                step.group,
             )
             if logits is not None:
                 return logits
@@ -148,6 +171,17 @@ class ModelRunner:
             max_k=int(step.cache_seqlens.max()),
             sparsity=None if sparsity is None else self._to_device(sparsity),
         )
+        if step.group is not None:
+            meta = replace(
+                meta,
+                compact=replace(
+                    meta,
+                    page_table=self._to_device(step.group.page_table),
+                    cache_seqlens=self._to_device(step.group.cache_seqlens),
+                    slot_mapping=self._to_device(step.group.slots),
+                    max_k=int(step.group.cache_seqlens.max()),
+                ),
+            )
         return self._model(
             self._to_device(step.input_ids),
             self._to_device(step.positions),
@@ -178,7 +212,27 @@ class ModelRunner:
             starts=starts,
             page_table=self._table[[chunk.sequence.row for chunk in chunks]],
             page_size=self.page_size,
+            committed=_committed(chunks),
+            group=None if self.compact is None else self._pack_group(chunks),
         )
+
+    def _pack_group(self, chunks: SequenceOf[Chunk]) -> tuple[np.ndarray, np.ndarray]:
+        """The second group's table rows, and how many tokens each row dropped there."""
+        rows, dropped = [], []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            assert sequence.pages is not None
+            group, row = sequence.pages.group, sequence.row
+            assert group is not None
+            if self._group_pages[row] is not group.pages:
+                self._group_pages[row], self._group_filled[row] = group.pages, 0
+            pages, filled = group.pages.page_ids, self._group_filled[row]
+            if filled != len(pages):
+                self._group_table[row, filled : len(pages)] = pages[filled:]
+                self._group_filled[row] = len(pages)
+            rows.append(row)
+            dropped.append(group.num_dropped_tokens)
+        return self._group_table[rows], np.array(dropped, dtype=np.int64)
 
     def _extend_row(self, sequence: Sequence) -> None:
         assert sequence.pages is not None
@@ -195,6 +249,24 @@ class ModelRunner:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
+def _committed(chunks: SequenceOf[Chunk]) -> np.ndarray:
+    """Leading tokens of each sequence that others may read already: never written again."""
+    pages = [chunk.sequence.pages for chunk in chunks]
+    return np.array([0 if p is None else p.num_committed_tokens for p in pages], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The step as the second page group sees it."""
+
+    page_table: np.ndarray
+    cache_seqlens: np.ndarray
+    slots: np.ndarray
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {f"group_{name}": array for name, array in vars(self).items()}
+
+
 class _Packed:
     """A step's arrays, on the host."""
 
@@ -207,6 +279,8 @@ class _Packed:
         starts: np.ndarray,
         page_table: np.ndarray,
         page_size: int,
+        committed: np.ndarray,
+        group: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
         self.counts = counts
         self.input_ids = np.array(ids, dtype=np.int64)
@@ -223,5 +297,15 @@ class _Packed:
             self.positions = np.arange(len(ids)) + (starts - first)[row_of]
         self.page_table = page_table
         self.cache_seqlens = (starts + counts).astype(np.int32)
-        pages = page_table[row_of, self.positions // page_size].astype(np.int64)
-        self.slots = pages * page_size + self.positions % page_size
+        written = self.positions >= committed[row_of]
+
+        def slots(table: np.ndarray, places: np.ndarray) -> np.ndarray:
+            pages = table[row_of, places // page_size].astype(np.int64)
+            return np.where(written, pages * page_size + places % page_size, -1)
+
+        self.slots = slots(page_table, self.positions)
+        self.group: _Group | None = None
+        if group is not None:
+            table, dropped = group
+            lengths = self.cache_seqlens - dropped.astype(np.int32)
+            self.group = _Group(table, lengths, slots(table, self.positions - dropped[row_of]))

@@ -36,6 +36,11 @@ class Chunk:
     logits: LogitsNeed
 
     @property
+    def num_logits(self) -> int:
+        """Rows that go through the output layer."""
+        return (0, 1, self.count)[self.logits]
+
+    @property
     def num_prompt_tokens(self) -> int:
         return max(0, min(self.start + self.count, self.sequence.num_prompt) - self.start)
 
@@ -163,10 +168,19 @@ class Scheduler:
         sequence.num_computed = end
 
     def recompute_dense(self, sequence: Sequence) -> None:
-        """Its signals crossed the bounds: from the first approximated token on, compute again."""
+        """Its signals crossed the bounds: from the first approximated token on, compute again.
+
+        Where some layers no longer hold every token, all of it is computed again.
+        """
         row = sequence.sparse
         assert row is not None
         assert sequence.pages is not None
+        if sequence.pages.group is not None and sequence.pages.group.num_dropped_tokens:
+            self._stop_running(sequence, keep=True)
+            sequence.num_computed = 0
+            row.recomputed()
+            self.waiting.appendleft(sequence)
+            return
         assert row.first_sparse is not None
         sequence.num_computed = row.first_sparse
         row.recomputed()

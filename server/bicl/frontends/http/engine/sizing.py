@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from bicl.sparse.refusals import ModelFacts, check_model
 __all__ = [
     "disk_cache_bytes",
     "free_bytes",
+    "group_pages",
     "host_cache_bytes",
     "num_pages",
     "page_bytes",
@@ -51,14 +53,33 @@ def page_layouts(loaded: LoadedModel, config: EngineConfig) -> list[PageLayout]:
 
 
 def page_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
-    """Bytes of one page in all layers together, with what HySparse keeps beside it."""
+    """Bytes that a page's worth of tokens takes in all layers together: with what HySparse keeps
+    beside it, or, in compact mode, without what it drops."""
     layouts = page_layouts(loaded, config)
     one = sum(layout.page_bytes for layout in layouts)
     if config.hysparse is None:
         return one
-    variant = config.hysparse.variant
     layers = sparse_layers(loaded, config)
+    if config.compact:
+        dropped = sum(layouts[layer].page_bytes for layer in layers)
+        return one - int(config.hysparse.sparsity_ratio * dropped)
+    variant = config.hysparse.variant
     return one + sum(index_bytes(layouts[layer], variant, loaded.dtype) for layer in layers)
+
+
+def group_pages(loaded: LoadedModel, config: EngineConfig, pages: int) -> dict[int, int]:
+    """In compact mode: the layers of the second page group, and how many pages they have.
+
+    What the kept tokens of ``pages`` full pages take, and one request that is still whole.
+    """
+    if not config.compact or config.hysparse is None:
+        return {}
+    kept = math.ceil((1.0 - config.hysparse.sparsity_ratio) * pages)
+    return dict.fromkeys(sparse_layers(loaded, config), kept + _longest(config))
+
+
+def _longest(config: EngineConfig) -> int:
+    return -(-config.max_total_tokens // config.page_size)
 
 
 def sparse_layers(loaded: LoadedModel, config: EngineConfig) -> tuple[int, ...]:
@@ -85,24 +106,35 @@ def num_pages(loaded: LoadedModel, config: EngineConfig) -> int:
             free memory.
     """
     one, free = page_bytes(loaded, config), free_bytes(loaded.device)
-    needed = -(-config.max_total_tokens // config.page_size)
+    whole = _whole_request_bytes(loaded, config)
+    needed = _longest(config)
     if config.num_pages is not None:
         pages = config.num_pages
     elif config.cache_memory_bytes is not None:
-        pages = config.cache_memory_bytes // one
+        pages = (config.cache_memory_bytes - whole) // one
     else:
-        share = int(free * DEFAULT_SHARE[loaded.device.type]) // one
+        share = (int(free * DEFAULT_SHARE[loaded.device.type]) - whole) // one
         pages = min(needed * config.max_batch_size, share)
-    if pages * one > free:
+    if pages * one + whole > free:
         raise ConfigError(
-            f"the cache needs {pages * one} bytes ({pages} pages), {free} are free; "
-            f"at most {free // one} pages would fit"
+            f"the cache needs {pages * one + whole} bytes ({pages} pages), {free} are free; "
+            f"at most {(free - whole) // one} pages would fit"
         )
     if pages < 1:
         raise ConfigError(
             f"one page needs {one} bytes, which the cache memory does not hold; give it more"
         )
     return pages
+
+
+def _whole_request_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
+    """In compact mode: the sparse layers' pages of the longest request, before it drops tokens."""
+    if not config.compact:
+        return 0
+    layouts = page_layouts(loaded, config)
+    layers = sparse_layers(loaded, config)
+    # One page more, because a share of the others is rounded up.
+    return (_longest(config) + 1) * sum(layouts[layer].page_bytes for layer in layers)
 
 
 def host_cache_bytes(cache: KVCacheConfig, device: torch.device) -> int:

@@ -21,7 +21,7 @@ from bicl.sparse.row import SparseRow
 from bicl.sparse.selection import SelectionRule, tiles_to_keep
 from bicl.sparse.shadow import ShadowBackend
 
-__all__ = ["SparseControl", "SparseStep"]
+__all__ = ["SparseControl", "SparseStep", "SparseTotals", "begin_row"]
 
 AUDITED_PAGES = 256
 """Pages of a step whose index rows a shadow step computes again, spread over its rows."""
@@ -83,15 +83,12 @@ class SparseControl:
         self._groups = _layer_groups(layers, depth)
         self._random = random.Random(0)
         self._turn = 0
-        self._totals = _Totals()
+        self._totals = SparseTotals()
+        self._step: SparseStep | None = None
 
     def begin(self, request: GenerationRequest) -> SparseRow:
         """The state of a new request."""
-        asked = request.params.sparse
-        ratio = self._config.sparsity_ratio
-        if asked.sparsity_ratio is not None:
-            ratio = asked.sparsity_ratio
-        return SparseRow(ratio, Guard(self._bounds))
+        return begin_row(self._config, self._bounds, request)
 
     def plan(self, chunks: SequenceOf[Chunk]) -> SparseStep | None:
         """Rows of the step and their sparsity; ``None``: all of them run dense.
@@ -99,6 +96,11 @@ class SparseControl:
         Prompt tokens are always computed dense, so that a prefix is worth the same however it
         came about.
         """
+        self._step = self._plan(chunks)
+        return self._step
+
+    def _plan(self, chunks: SequenceOf[Chunk]) -> SparseStep | None:
+        self._backend.disarm()  # a step that failed left it armed
         rows = [(chunk, chunk.sequence.sparse) for chunk in chunks]
         generated = [
             row.path for chunk, row in rows if row and chunk.start >= chunk.sequence.num_prompt
@@ -133,11 +135,14 @@ class SparseControl:
         self._backend.arm({*self._groups.values(), self._layers[self._turn]})
         return SparseStep(sparsity, tiles, step.kept, shadow=True)
 
-    def finish(self, chunks: SequenceOf[Chunk], step: SparseStep) -> list[Sequence]:
+    def finish(self, chunks: SequenceOf[Chunk]) -> list[Sequence]:
         """Count what the step did; returns the sequences that go back to the full cache.
 
         What they computed in this step is not to be used.
         """
+        step = self._step
+        if step is None:
+            return []
         signals = self._measure(chunks, step) if step.shadow else {}
         back = []
         for index, chunk in enumerate(chunks):
@@ -154,23 +159,14 @@ class SparseControl:
                 back.append(chunk.sequence)
         return back
 
+    def settle(self, chunks: SequenceOf[Chunk]) -> None:
+        """The step is committed; nothing is left to do."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """It left the engine; nothing is kept of it here."""
+
     def stats(self) -> SparseStats:
-        totals = self._totals
-        return SparseStats(
-            enabled=True,
-            configured_ratio=self._config.sparsity_ratio,
-            actual_ratio=totals.actual,
-            tiles_read=totals.tiles_read,
-            tiles_skipped=totals.tiles_skipped,
-            rows=dict(totals.rows),
-            fallbacks=dict(totals.fallbacks),
-            shadow_steps=totals.shadow_steps,
-            stale_pages=totals.stale_pages,
-            mass_kept_sum=totals.mass_sum,
-            mass_kept_count=totals.mass_count,
-            mass_kept=totals.mass_last,
-            entropy=dict(totals.entropy),
-        )
+        return self._totals.stats(self._config.sparsity_ratio)
 
     # --- a shadow step -----------------------------------------------------------------------
     def _measure(self, chunks: SequenceOf[Chunk], step: SparseStep) -> dict[int, Signals]:
@@ -225,8 +221,14 @@ class SparseControl:
         return dict(counts)
 
 
+def begin_row(config: HySparseConfig, bounds: GuardBounds, request: GenerationRequest) -> SparseRow:
+    """The state of a new request: the server's ratio, or its own."""
+    asked = request.params.sparse.sparsity_ratio
+    return SparseRow(config.sparsity_ratio if asked is None else asked, Guard(bounds))
+
+
 @dataclass
-class _Totals:
+class SparseTotals:
     """Since start; gauges are of the last shadow step."""
 
     tiles_read: int = 0
@@ -252,6 +254,23 @@ class _Totals:
             new = sum(values) / len(values)
             old = self.entropy.get(name, new)
             self.entropy[name] = old + SMOOTHING * (new - old)
+
+    def stats(self, configured_ratio: float) -> SparseStats:
+        return SparseStats(
+            enabled=True,
+            configured_ratio=configured_ratio,
+            actual_ratio=self.actual,
+            tiles_read=self.tiles_read,
+            tiles_skipped=self.tiles_skipped,
+            rows=dict(self.rows),
+            fallbacks=dict(self.fallbacks),
+            shadow_steps=self.shadow_steps,
+            stale_pages=self.stale_pages,
+            mass_kept_sum=self.mass_sum,
+            mass_kept_count=self.mass_count,
+            mass_kept=self.mass_last,
+            entropy=dict(self.entropy),
+        )
 
 
 def _given(tensor: torch.Tensor | None) -> torch.Tensor:
