@@ -16,7 +16,7 @@ void compact_tokens(const CompactTokensParams& p, cudaStream_t stream) {
   config.grid = dim3(static_cast<unsigned>((threads + kCompactThreads - 1) / kCompactThreads), p.source.num_kv_heads);
   config.block = dim3(kCompactThreads);
   config.stream = stream;
-  launch(compact_tokens_kernel, config, p, FastDiv(chunks));
+  launch<compact_tokens_kernel>(config, p, FastDiv(chunks));
 }
 
 }  // namespace bicl

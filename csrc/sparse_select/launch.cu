@@ -15,23 +15,25 @@ namespace bicl {
 namespace sparse {
 namespace {
 
-using TilesKernel = void (*)(TilesKernelParams);
-
 template <typename T>
-TilesKernel tiles_kernel_for(Work work, int blocks) {
+KernelRef tiles_kernel_for(Work work, int blocks) {
   switch (work) {
-    case Work::kSelect: return tiles_kernel<T, 1, Work::kSelect>;
-    case Work::kScore: return blocks == 1 ? tiles_kernel<T, 1, Work::kScore> : tiles_kernel<T, 2, Work::kScore>;
-    default: return blocks == 1 ? tiles_kernel<T, 1, Work::kChoose> : tiles_kernel<T, 2, Work::kChoose>;
+    case Work::kSelect: return kernel_ref<tiles_kernel<T, 1, Work::kSelect>>();
+    case Work::kScore:
+      return blocks == 1 ? kernel_ref<tiles_kernel<T, 1, Work::kScore>>()
+                         : kernel_ref<tiles_kernel<T, 2, Work::kScore>>();
+    default:
+      return blocks == 1 ? kernel_ref<tiles_kernel<T, 1, Work::kChoose>>()
+                         : kernel_ref<tiles_kernel<T, 2, Work::kChoose>>();
   }
 }
 
 // Raises the kernel's limits, once a kernel and card.
-void allow(TilesKernel kernel, int device, const DeviceInfo& info) {
+void allow(const KernelRef& kernel, int device, const DeviceInfo& info) {
   static std::mutex mutex;
   static std::set<std::pair<const void*, int>> done;
   const std::lock_guard<std::mutex> lock(mutex);
-  const void* function = reinterpret_cast<const void*>(kernel);
+  const void* function = runnable(kernel);
   if (!done.insert({function, device}).second) return;
   cudaFuncAttributes attributes;
   BICL_CUDA_CHECK(cudaFuncGetAttributes(&attributes, function));
@@ -42,11 +44,11 @@ void allow(TilesKernel kernel, int device, const DeviceInfo& info) {
 }
 
 // How many clusters fit at once, asked once a kernel, card, size and shared memory.
-int active_clusters(TilesKernel kernel, const LaunchConfig& config, int device) {
+int active_clusters(const KernelRef& kernel, const LaunchConfig& config, int device) {
   static std::mutex mutex;
   static std::map<std::tuple<const void*, int, int, int>, int> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  const void* function = reinterpret_cast<const void*>(kernel);
+  const void* function = runnable(kernel);
   const auto [entry, is_new] = known.insert({{function, device, config.cluster, config.shared_bytes}, 0});
   if (!is_new) return entry->second;
   cudaLaunchAttribute attribute;
@@ -77,7 +79,7 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   k.steps = (2 * p.index.dims + 31) / 32;
   k.heads = FastDiv(p.num_kv_heads);
   k.page_log2 = p.page_size == 64 ? 6 : 5;
-  const TilesKernel kernel = p.index.dtype == DType::kBFloat16 ? tiles_kernel_for<__nv_bfloat16>(work, blocks)
+  const KernelRef kernel = p.index.dtype == DType::kBFloat16 ? tiles_kernel_for<__nv_bfloat16>(work, blocks)
                                                                : tiles_kernel_for<__half>(work, blocks);
   allow(kernel, device, info);
   LaunchConfig config;
@@ -113,13 +115,13 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
                              std::to_string(k.group) + " query heads a KV head need " +
                              std::to_string(config.shared_bytes) + " bytes of shared memory; this card has " +
                              std::to_string(info.max_shared_bytes) + " a block: lower the maximum length");
-  launch(kernel, config, k);
+  launch_function<TilesKernelParams>(runnable(kernel), config, k);
 }
 
 template <typename Stored>
 void index_bounds(const IndexPagesParams& p, int tokens, const LaunchConfig& config) {
-  if (p.index.dtype == DType::kBFloat16) launch(index_bounds_kernel<Stored, __nv_bfloat16>, config, p, tokens);
-  else launch(index_bounds_kernel<Stored, __half>, config, p, tokens);
+  if (p.index.dtype == DType::kBFloat16) launch<index_bounds_kernel<Stored, __nv_bfloat16>>(config, p, tokens);
+  else launch<index_bounds_kernel<Stored, __half>>(config, p, tokens);
 }
 
 }  // namespace

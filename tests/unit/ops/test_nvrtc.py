@@ -43,6 +43,11 @@ def compiler(
             "bicl::FastDiv, bicl::FastDiv))>",
             "bicl::gather_kernel<__half, float>",
         ),
+        (
+            "bicl::KernelTag<&(void bicl::sparse::tiles_kernel<__half, 1, (bicl::sparse::Work)2>"
+            "(bicl::sparse::TilesKernelParams))>",
+            "bicl::sparse::tiles_kernel<__half, 1, (bicl::sparse::Work)2>",
+        ),
     ],
 )
 def test_the_library_spells_the_kernel_it_needs(tag: str, expression: str) -> None:

@@ -33,6 +33,9 @@ HEADERS = {
     "bicl::prefill::mma::kernel": "prefill_attention/mma/kernel.cuh",
     "bicl::prefill::sm90::kernel": "prefill_attention/sm90/kernel.cuh",
     "bicl::prefill::plan_kernel": "prefill_attention/plan_kernel.cuh",
+    "bicl::compact_tokens_kernel": "compact_tokens/kernel.cuh",
+    "bicl::sparse::index_bounds_kernel": "sparse_select/index.cuh",
+    "bicl::sparse::tiles_kernel": "sparse_select/tiles.cuh",
 }
 """Kernel (template) to the header that defines it, below the sources' root."""
 
@@ -64,10 +67,13 @@ def name_expression(tag: str) -> str:
     Raises:
         BackendError: it is no such name.
     """
-    found = re.fullmatch(r"bicl::KernelTag<&(?:\(void )?([^()]*?)(?:\(.*\)\))?>", tag)
+    # Values of enumerations among the template's arguments are spelled with parentheses too.
+    plain = re.fullmatch(r"bicl::KernelTag<&([\w:]+)>", tag)
+    template = re.fullmatch(r"bicl::KernelTag<&\(void ([\w:]+<.*>)\([^()]*\)\)>", tag)
+    found = plain or template
     if found is None:
         raise BackendError(f"{tag} does not name a kernel of this library")
-    return found[1].strip()
+    return found[1]
 
 
 class KernelCompiler:
