@@ -1,9 +1,10 @@
 """Reuse on a GPU: what it costs and what it saves, with an 8B-shaped Llama of random weights.
 
-    python -m bench.serving [--parts reordering,prefill,misses,sharing] [--out FILE]
+    python -m bench.serving [--parts reordering,host,misses,sharing] [--out FILE]
 
 ``--device cpu --shape small`` tries it out where there is no GPU; such numbers mean nothing.
-Parts: :mod:`bench.serving.reordering`, :mod:`bench.serving.reuse`.
+Parts: :mod:`bench.serving.reordering`, :mod:`bench.serving.host_hits`,
+:mod:`bench.serving.reuse`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import torch
 
 from bench.record import machine, save
 from bench.serving import reordering, reuse
+from bench.serving.host_hits import host_rows
 from bench.serving.random_model import SHAPES, random_llama
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.loader import LoadedModel
 
 RESULT = Path("bench/results/reuse-h200.json")
-CLOCKS = ("gpu", "as run")
 Rows = list[dict[str, Any]]
 
 
@@ -51,24 +52,23 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
     ) as engine:
         for shrink in (8, 1):
             rows += reordering.traffic_rows(
-                engine,
-                rate=options.rate,
-                seconds=options.seconds,
-                shrink=shrink,
-                rounds=options.rounds,
-                clocks=CLOCKS,
+                engine, rate=options.rate, seconds=options.seconds, shrink=shrink
             )
+        shapes = [(1, 1024), (32, 1024), (128, 1024), (options.batch, 1024), (32, 4096)]
+        fitting = [(b, k) for b, k in shapes if b * k // 64 <= options.pages]
+        rows += reordering.decode_rows(engine, fitting, rounds=4 * options.rounds)
+        rows += reordering.prefill_rows(
+            engine, [(1, 2048), (4, 2048), (1, 4096)], rounds=options.rounds
+        )
     return rows
 
 
-def prefill_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
-    with running(loaded, max_total_tokens=8192, max_batch_size=8, num_pages=256) as engine:
-        return reordering.prefill_rows(
-            engine, [(1, 2048), (4, 2048), (1, 8192)], rounds=options.rounds, clocks=CLOCKS
-        )
-
-
 def misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
+    variants = {
+        "off": {"prefix_caching": False},
+        "index": {},
+        "index and host tier": {"host_cache_bytes": options.host_bytes // 4},
+    }
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(
@@ -81,9 +81,23 @@ def misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
                     **more,
                 )
             )
-            for name, more in (("off", {"prefix_caching": False}), ("index", {}))
+            for name, more in variants.items()
         }
         return reuse.no_hit_rows(engines, requests=64, prompt=512, reply=32, rounds=options.rounds)
+
+
+def host_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
+    sizes: dict[str, Any] = {
+        "max_total_tokens": 8448,
+        "max_batch_size": 2,
+        "max_batch_prefill_tokens": 8448,
+        "num_pages": 129,  # for one prompt: the other leaves nothing behind
+    }
+    with (
+        running(loaded, host_cache_bytes=options.host_bytes, **sizes) as engine,
+        running(loaded, prefix_caching=False, **sizes) as plain,
+    ):
+        return host_rows(engine, plain, prefix=8192, suffix=32, rounds=options.rounds)
 
 
 def sharing_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
@@ -99,7 +113,7 @@ def sharing_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
 
 PARTS: dict[str, Callable[[LoadedModel, argparse.Namespace], Rows]] = {
     "reordering": reordering_part,
-    "prefill": prefill_part,
+    "host": host_part,
     "misses": misses_part,
     "sharing": sharing_part,
 }
@@ -111,10 +125,11 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of traffic")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each traffic")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--pages", type=int, default=6000)
+    parser.add_argument("--host-bytes", type=int, default=4 << 30, help="of the host tier")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
@@ -123,7 +138,7 @@ def main() -> int:
     for part in options.parts.split(","):
         found = PARTS[part](loaded, options)
         for row in found:
-            shown = {k: v for k, v in row.items() if k not in ("case", "value", "unit", "strata")}
+            shown = {k: v for k, v in row.items() if k not in ("case", "value", "unit")}
             print(f"{row['case']}: {row['value']:.5f} {row['unit']} {shown}", flush=True)
         rows += found
         save(options.out, machine(shape=options.shape, dtype=str(dtype)), rows)

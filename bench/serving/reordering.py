@@ -1,50 +1,53 @@
-"""Exposed reordering: the share of a step that writing tiles costs, under open-loop chat traffic.
+"""Exposed reordering: the share of a step that writing tiles costs and nothing hides.
 
-Requests of chat-shaped lengths come at a fixed rate; the steps that the engine makes of them are
-recorded, sorted into strata by kind and size, and one step of each stratum is measured with and
-without its store (:mod:`bench.serving.steps`). A stratum stands for the time of all its steps.
-
-Clocks: ``gpu`` times the device alone. ``as run`` times prefill steps on the host's clock, since
-the engine launches them one kernel at a time, and decode steps, which it replays as graphs, as
-``gpu``. On a CPU both are the host's clock.
+* **traffic**: requests of chat-shaped lengths come at a fixed rate, whatever the engine answers.
+  CUPTI records every kernel. A store kernel is exposed while no other kernel runs;
+  ``store_kernels`` counts all of its time, hidden or not, and is the most that it could be.
+  ``host_share`` is what the host spends in ``backend.store``.
+* **decode** and **prefill**: one step captured in a CUDA graph with and without its store, in turns
+  (:mod:`bench.serving.steps`).
 """
 
 from __future__ import annotations
 
-import gc
-import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from bench.serving.load import CHAT, finish, open_loop, submit
-from bench.serving.steps import Exposed, StepShape, exposed, recorded
+from bench.serving.steps import StepShape, exposed
 from bicl.frontends.http.engine import Engine
 
-__all__ = ["prefill_rows", "traffic_rows"]
+__all__ = ["decode_rows", "exposed_ns", "prefill_rows", "traffic_rows"]
 
-STRATA = {"prefill": 8, "decode": 5}
+STORE_KERNEL = "store_kv_kernel"
+
+
+@dataclass
+class _Watch:
+    """Steps as ``(begin, end, is decode)`` in ns since the epoch; seconds spent in ``store``."""
+
+    steps: list[tuple[int, int, bool]]
+    store_seconds: float = 0.0
 
 
 def traffic_rows(
-    engine: Engine,
-    *,
-    rate: float,
-    seconds: float,
-    shrink: float,
-    rounds: int,
-    clocks: Sequence[str],
+    engine: Engine, *, rate: float, seconds: float, shrink: float
 ) -> list[dict[str, Any]]:
-    """Rows for all steps, prefill steps and decode steps of one load, and both clocks."""
-    shapes: list[StepShape] = []
-    lengths = CHAT.shrunk(shrink)
+    """Rows for all steps, and for those with and without prompt tokens."""
     finish(submit(engine, range(4, 68), 4))
     before = engine.snapshot()
-    with recorded(engine, shapes):
+    with _watched(engine) as watch, _kernels(engine) as kernels:
         began = time.perf_counter()
-        streams = open_loop(engine, lengths, rate, seconds)
+        streams = open_loop(engine, CHAT.shrunk(shrink), rate, seconds)
         elapsed = time.perf_counter() - began
-    after = engine.snapshot()
+        after = engine.snapshot()
     for stream in streams:
         stream.close()
     while engine.snapshot().batch_size or engine.snapshot().queue_size:
@@ -62,99 +65,155 @@ def traffic_rows(
         ),
         "lengths_divided_by": shrink,
     }
+    kinds = {"all": (True, False), "prefill": (False,), "decode": (True,)}
     rows = []
-    measured: dict[tuple[str, str], list[tuple[int, StepShape, Exposed]]] = {}
-    for clock in clocks:
-        strata = {}
-        for kind in STRATA:
-            real = _clock(engine, kind, clock)
-            if (kind, real) not in measured:
-                measured[kind, real] = _measure(engine, _strata(shapes, kind), real, rounds)
-            strata[kind] = measured[kind, real]
-        strata["all"] = strata["prefill"] + strata["decode"]
-        rows += [
-            {"case": f"exposed reordering, {kind}", "clock": clock, **_sum(found), **load}
-            for kind, found in strata.items()
-            if found
-        ]
+    for kind, wanted in kinds.items():
+        steps = [(a, b) for a, b, is_decode in watch.steps if is_decode in wanted]
+        if steps:
+            rows.append({"case": f"exposed reordering, {kind}", **_share(steps, kernels), **load})
+    total = sum(b - a for a, b, _ in watch.steps)
+    rows[0]["host_share"] = watch.store_seconds * 1e9 / total
+    return rows
+
+
+def decode_rows(
+    engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: int
+) -> list[dict[str, Any]]:
+    """``shapes``: batch and context. The device's time alone, as decode runs in a graph."""
+    rows = []
+    for batch, context in shapes:
+        shape = StepShape((1,) * batch, (context - 1,) * batch)
+        found = exposed(engine._runner, shape, clock=_clock(engine), rounds=rounds)
+        rows.append(
+            {
+                "case": "exposed reordering in a decode step",
+                "shape": f"{batch}x{context}",
+                "value": found.share,
+                "unit": "of step time",
+                "step_us": round(found.step_us, 1),
+                "store_us": round(found.store_us, 2),
+            }
+        )
     return rows
 
 
 def prefill_rows(
-    engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: int, clocks: Sequence[str]
+    engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: int
 ) -> list[dict[str, Any]]:
-    """Speed of a prefill with its store against one that writes nothing. ``shapes``: sequences
-    and tokens of each."""
+    """Speed of a prefill against one that writes nothing. ``shapes``: sequences, tokens of each."""
     rows = []
-    for clock in clocks:
-        for batch, tokens in shapes:
-            found = exposed(
-                engine._runner,
-                StepShape((tokens,) * batch, (0,) * batch),
-                clock=_clock(engine, "prefill", clock),
-                rounds=rounds,
-            )
-            rows.append(
-                {
-                    "case": "prefill with reordering",
-                    "shape": f"{batch}x{tokens}",
-                    "clock": clock,
-                    "value": (found.step_us - found.store_us) / found.step_us,
-                    "unit": "x",
-                    "step_us": round(found.step_us, 1),
-                    "store_us": round(found.store_us, 1),
-                }
-            )
-            gc.collect()
+    for batch, tokens in shapes:
+        shape = StepShape((tokens,) * batch, (0,) * batch)
+        found = exposed(engine._runner, shape, clock=_clock(engine), rounds=rounds)
+        rows.append(
+            {
+                "case": "prefill with reordering",
+                "shape": f"{batch}x{tokens}",
+                "value": 1 - found.share,
+                "unit": "x",
+                "step_us": round(found.step_us, 1),
+                "store_us": round(found.store_us, 1),
+            }
+        )
     return rows
 
 
-def _strata(shapes: Sequence[StepShape], kind: str) -> list[list[StepShape]]:
-    """Steps of one kind in groups of about equal number, ordered by size."""
-    chosen = sorted(
-        (s for s in shapes if s.is_decode == (kind == "decode")),
-        key=lambda s: (s.num_tokens, sum(s.starts)),
-    )
-    count = min(STRATA[kind], len(chosen))
-    edges = [len(chosen) * i // count for i in range(count + 1)] if count else []
-    return [chosen[a:b] for a, b in itertools.pairwise(edges)]
+def _clock(engine: Engine) -> str:
+    return "gpu" if engine.loaded.device.type == "cuda" else "wall"
 
 
-def _measure(
-    engine: Engine, strata: list[list[StepShape]], clock: str, rounds: int
-) -> list[tuple[int, StepShape, Exposed]]:
-    found = []
-    for group in strata:
-        middle = group[len(group) // 2]
-        found.append(
-            (len(group), middle, exposed(engine._runner, middle, clock=clock, rounds=rounds))
-        )
-    return found
+@contextmanager
+def _watched(engine: Engine) -> Iterator[_Watch]:
+    """Note when the engine steps, and how long its host stores."""
+    watch = _Watch([])
+    runner = engine._runner
+    step, forward, store = engine.step, runner.forward, runner.backend.store
+    kinds: list[bool] = []
+
+    def timed_step() -> bool:
+        kinds.clear()
+        began = time.time_ns()
+        more = step()
+        if kinds:
+            watch.steps.append((began, time.time_ns(), kinds[0]))
+        return more
+
+    def noted_forward(chunks: Any, *args: Any, **options: Any) -> torch.Tensor:
+        kinds.append(all(chunk.count == 1 for chunk in chunks))
+        return forward(chunks, *args, **options)
+
+    def timed_store(*args: Any) -> None:
+        began = time.perf_counter()
+        store(*args)
+        watch.store_seconds += time.perf_counter() - began
+
+    engine.step, runner.forward = timed_step, noted_forward  # type: ignore[method-assign]
+    runner.backend.store = timed_store  # type: ignore[method-assign]
+    try:
+        yield watch
+    finally:
+        del engine.step, runner.forward, runner.backend.store
 
 
-def _clock(engine: Engine, kind: str, clock: str) -> str:
+@contextmanager
+def _kernels(engine: Engine) -> Iterator[list[tuple[int, int, bool]]]:
+    """Kernels that ran: ``(begin, end, is a store)`` in ns since the epoch. Filled at the end."""
+    found: list[tuple[int, int, bool]] = []
     if engine.loaded.device.type == "cpu":
-        return "wall"
-    return "wall" if (kind, clock) == ("prefill", "as run") else "gpu"
+        yield found
+        return
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield found
+        torch.cuda.synchronize()
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            begin = event.start_ns()
+            found.append((begin, begin + event.duration_ns(), STORE_KERNEL in event.name()))
+    found.sort()
 
 
-def _sum(strata: list[tuple[int, StepShape, Exposed]]) -> dict[str, Any]:
-    step = sum(count * found.step_us for count, _, found in strata)
-    store = sum(count * found.store_us for count, _, found in strata)
+def _share(
+    steps: Sequence[tuple[int, int]], kernels: Sequence[tuple[int, int, bool]]
+) -> dict[str, Any]:
+    """What of the steps' time is the store's."""
+    total = sum(end - begin for begin, end in steps)
+    begins = np.array([begin for begin, _ in steps])
+    ends = np.array([end for _, end in steps])
+    inside = [k for k in kernels if _covers(begins, ends, k[0])]
+    stores = [(begin, end) for begin, end, is_store in inside if is_store]
+    others = [(begin, end) for begin, end, is_store in inside if not is_store]
     return {
-        "value": store / step,
+        "value": exposed_ns(stores, others) / total,
         "unit": "of step time",
-        "steps": sum(count for count, _, _ in strata),
-        "strata": [
-            {
-                "steps": count,
-                "rows": len(shape.counts),
-                "tokens": shape.num_tokens,
-                "context": sum(shape.starts),
-                "step_us": round(found.step_us, 1),
-                "store_us": round(found.store_us, 2),
-                "share": round(found.share, 5),
-            }
-            for count, shape, found in strata
-        ],
+        "store_kernels": sum(end - begin for begin, end in stores) / total,
+        "kernels_seen": len(inside),
+        "stores_seen": len(stores),
+        "steps": len(steps),
+        "ms_per_step": round(total / len(steps) / 1e6, 2),
+        "gpu_busy": sum(end - begin for begin, end in others + stores) / total,
     }
+
+
+def _covers(begins: np.ndarray, ends: np.ndarray, at: int) -> bool:
+    index = int(np.searchsorted(begins, at, side="right")) - 1
+    return index >= 0 and at < ends[index]
+
+
+def exposed_ns(stores: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
+    """Time in ``stores`` during which none of ``others`` (sorted by begin) runs."""
+    merged: list[list[int]] = []
+    for begin, end in others:
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    starts = np.array([begin for begin, _ in merged])
+    exposed_time = 0
+    for begin, end in stores:
+        hidden = 0
+        index = max(0, int(np.searchsorted(starts, begin, side="right")) - 1)
+        while index < len(merged) and merged[index][0] < end:
+            hidden += max(0, min(end, merged[index][1]) - max(begin, merged[index][0]))
+            index += 1
+        exposed_time += end - begin - hidden
+    return exposed_time

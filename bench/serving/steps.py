@@ -1,18 +1,18 @@
 """What a step's store costs: the same step with and without it, in turns.
 
-A step of an engine under load is recorded as its rows' lengths. It is then run again on random
-tokens and pages, once as it is and once with ``backend.store`` left out (attention reads the same
-pages and does the same work), and the difference is the time of reordering that nothing hides.
+A step is its rows' lengths. It runs on random tokens and pages, once as it is and once with
+``backend.store`` left out (attention reads the same pages and does the same work), and the
+difference is the time of reordering that nothing hides.
 
 Two clocks. ``gpu``: both are captured in CUDA graphs and replayed, so only the device counts.
-``wall``: both are called eagerly as the engine calls a prefill, and the host's part counts too.
+``wall``: both are called eagerly, and the host's part counts too.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +22,9 @@ import torch
 
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
-from bicl.frontends.http.engine import Engine
 from bicl.frontends.http.engine.runner import ModelRunner
-from bicl.frontends.http.engine.scheduler import Chunk
 
-__all__ = ["Exposed", "StepShape", "exposed", "recorded", "without_store"]
+__all__ = ["Exposed", "StepShape", "exposed", "without_store"]
 
 Run = Callable[[], object]
 
@@ -37,32 +35,6 @@ class StepShape:
 
     counts: tuple[int, ...]
     starts: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def is_decode(self) -> bool:
-        return max(self.counts) == 1
-
-
-@contextmanager
-def recorded(engine: Engine, shapes: list[StepShape]) -> Iterator[None]:
-    """Append the shape of every step that the engine runs in the meantime."""
-    runner = engine._runner
-    forward = runner.forward
-
-    def noting(chunks: Sequence[Chunk]) -> torch.Tensor:
-        counts, starts = zip(*((c.count, c.start) for c in chunks), strict=True)
-        shapes.append(StepShape(counts, starts))
-        return forward(chunks)
-
-    runner.forward = noting  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        runner.forward = forward  # type: ignore[method-assign]
 
 
 @contextmanager
