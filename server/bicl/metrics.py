@@ -321,6 +321,8 @@ def _sparse_metrics(stats: SparseStats) -> Iterator[Metric]:
     for name, text, count in (
         ("shadow_steps", "Steps in which sampled layers also ran dense", stats.shadow_steps),
         ("stale_pages", "Pages whose index did not describe them", stats.stale_pages),
+        ("compactions", "Times that a request's sparse layers gave up pages", stats.compactions),
+        ("dropped_pages", "Pages of the sparse layers given up by them", stats.dropped_pages),
     ):
         yield CounterMetricFamily(f"bicl_hysparse_{name}", text, value=count)
     yield SummaryMetricFamily(
@@ -336,6 +338,12 @@ def _sparse_metrics(stats: SparseStats) -> Iterator[Metric]:
         ("mass_kept_ratio", "Attention mass kept in the last shadow step", stats.mass_kept),
     ):
         yield _gauge(f"bicl_hysparse_{name}", text, value)
+    pages = GaugeMetricFamily(
+        "bicl_hysparse_compact_pages", "Compact mode: the sparse layers' pages", labels=["state"]
+    )
+    for state in ("free", "cached", "in_use"):
+        pages.add_metric([state], stats.compact_pages.get(state, 0))
+    yield pages
     entropy = GaugeMetricFamily(
         "bicl_hysparse_attention_entropy_nats",
         "Order-2 entropy of the dense attention of one layer of a group, smoothed",
