@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import bicl
+from bicl.cli_hysparse import app as hysparse
 from bicl.config import ServerConfig, settings
 from bicl.errors import BiclError, ConfigError
 from bicl.settings import REFUSED_SETTINGS, Setting
@@ -96,6 +97,9 @@ _serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     + [_refused_option(name) for name in REFUSED_SETTINGS]
 )
 app.command("serve")(_serve)
+
+
+app.add_typer(hysparse, name="hysparse")
 
 
 @app.command()

@@ -6,6 +6,7 @@ the index sees. Nothing here knows where the recordings come from.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,22 @@ from bicl.ops.cpu.sparse import combine_heads
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import BoundGate, Gate, SpatialGate, make_gate, soft_top_k
 
-__all__ = ["FitReport", "LayerReport", "Recording", "fit", "load_gate", "save_gate"]
+__all__ = [
+    "GATE_NAME",
+    "FitReport",
+    "LayerReport",
+    "Recording",
+    "find_gate",
+    "fit",
+    "load_gate",
+    "open_gate",
+    "save_gate",
+]
+
+log = logging.getLogger(__name__)
+
+GATE_NAME = "hysparse-gate.safetensors"
+"""File beside a model that ``fit`` writes and serving looks for."""
 
 LEARNING_RATE = 0.02
 SOFTNESS = 0.25
@@ -264,4 +280,28 @@ def load_gate(path: str | Path) -> Gate:
         raise ConfigError(
             f"gate file {path} cannot be used: {error}; give what `bicl hysparse fit` wrote"
         ) from None
+    return gate
+
+
+def find_gate(model: str | Path) -> str | None:
+    """The gate beside a local model (its folder, or a file in it), if there is one."""
+    path = Path(model)
+    found = (path if path.is_dir() else path.parent) / GATE_NAME
+    return str(found) if path.exists() and found.is_file() else None
+
+
+def open_gate(path: str | None) -> Gate | None:
+    """The gate to serve with, and a line in the log that says which; ``None``: nothing is fitted.
+
+    Raises:
+        ConfigError: see :func:`load_gate`.
+    """
+    if path is None:
+        log.warning(
+            "HySparse: no fitted gate; pages are judged by an analytic start. "
+            "`bicl hysparse fit` calibrates one on your texts"
+        )
+        return None
+    gate = load_gate(path)
+    log.info("HySparse: gate of kind %s from %s", gate.kind, path)
     return gate

@@ -13,6 +13,7 @@ from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
+from bicl.sparse.fit import open_gate
 from bicl.sparse.index import make_indexes
 
 __all__ = ["LayerProbe", "ShadowBackend", "make_shadow_backend"]
@@ -182,5 +183,6 @@ def make_shadow_backend(
     Raises:
         ConfigError: the gate's file cannot be used for these layers.
     """
-    indexes = make_indexes({number: layers[number] for number in sparse}, config.variant, dtype)
+    own = {number: layers[number] for number in sparse}
+    indexes = make_indexes(own, config.variant, dtype, open_gate(config.gate_path))
     return ShadowBackend(SparseBackend(inner, config, indexes), dict(enumerate(layers)))

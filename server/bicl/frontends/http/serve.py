@@ -33,6 +33,8 @@ from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_mod
 from bicl.hardware import find_gpus, is_jetson, judge
 from bicl.metrics import ServerMetrics
 from bicl.ops.cuda import library
+from bicl.sparse.config import HySparseConfig
+from bicl.sparse.fit import find_gate
 
 __all__ = ["serve"]
 
@@ -139,6 +141,13 @@ def _load(config: ServerConfig, device: str) -> LoadedModel:
     )
 
 
+def _with_gate(config: HySparseConfig | None, model_id: str) -> HySparseConfig | None:
+    """Without ``--hysparse-gate``, the gate that `bicl hysparse fit` left beside the model."""
+    if config is None or config.gate_path is not None:
+        return config
+    return replace(config, gate_path=find_gate(model_id))
+
+
 def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
     assert config.max_total_tokens is not None
     assert config.max_batch_prefill_tokens is not None
@@ -163,7 +172,7 @@ def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
         disk_cache_bytes=disk_cache_bytes(config.cache),
         cuda_graphs=config.cuda_graphs != "0",
         num_threads=config.num_threads,
-        hysparse=config.hysparse.resolve(),
+        hysparse=_with_gate(config.hysparse.resolve(), _model_id(config)),
         guard=config.hysparse.guard(),
     )
 
