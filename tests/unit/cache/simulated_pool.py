@@ -8,6 +8,7 @@ sequences, or a wrong copy, sees a wrong digest.
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import dataclass, field
 
 from bicl.cache.keys import Namespace, chain_key
@@ -48,6 +49,8 @@ class SimulatedPool:
         for token in prompt[: seq.num_cached_tokens]:
             self._follow(run, token)
         self._poison(seq.page_ids[seq.num_cached_tokens // self.page_size :])
+        if seq.fetch:
+            self._poison(seq.fetch.pages)
         self.runs.append(run)
         return run
 
@@ -103,8 +106,11 @@ class SimulatedPool:
         for run in self.runs:
             copied = sum(copy.num_tokens for copy in run.seq.pending_copies)
             start = len(run.tokens) - copied
+            coming = set(run.seq.fetch.pages) if run.seq.fetch else set()
             for position in range(start):
                 page, offset = divmod(position, self.page_size)
+                if run.seq.page_ids[page] in coming:
+                    continue
                 assert self.contents[run.seq.page_ids[page]][offset] == run.digests[position]
             for copy in run.seq.pending_copies:
                 assert copy.target == run.seq.page_ids[start // self.page_size]
@@ -135,3 +141,53 @@ class SimulatedPool:
     def _poison(self, pages: list[int]) -> None:
         for page in pages:
             self.contents[page] = [None] * self.page_size
+
+
+class SimulatedMover:
+    """Moves simulated contents. Copies into the pool wait until the test lets them go.
+
+    Attributes:
+        gate: set while copies into the pool may go.
+        entered: set when one waits there.
+        broken: copies into the pool fail.
+    """
+
+    layer_bytes = (4, 4)
+
+    def __init__(self, contents: list[list[Digest | None]]) -> None:
+        self.contents = contents
+        self.slots: dict[int, list[Digest | None]] = {}
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.broken = False
+
+    def mark(self) -> None:
+        return None
+
+    def save(self, pages, arena, slots, after) -> Done:
+        for page, slot in zip(pages, slots, strict=True):
+            self.slots[slot] = list(self.contents[page])
+        return Done()
+
+    def load(self, layer, pages, arena, slots, after) -> Done:
+        self.entered.set()
+        assert self.gate.wait(30)
+        if self.broken:
+            raise OSError("bus error")
+        if layer == len(self.layer_bytes) - 1:
+            for page, slot in zip(pages, slots, strict=True):
+                self.contents[page] = list(self.slots[slot])
+        return Done()
+
+
+class Done:
+    """A copy that ended."""
+
+    def wait(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+    def exposed_seconds(self) -> float:
+        return 0.0

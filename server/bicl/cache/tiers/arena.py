@@ -15,7 +15,7 @@ SEGMENT_BYTES = 1 << 30
 class HostArena:
     """Slots of equal size, in large pieces of memory.
 
-    Pieces are powers of two because torch's allocator of page-locked memory rounds up to them.
+    Page-locked pieces are powers of two, because torch's allocator rounds up to them.
 
     Args:
         slot_bytes: bytes of one page in all layers.
@@ -32,16 +32,14 @@ class HostArena:
         self._segments: list[torch.Tensor] = []
         self._slots: list[tuple[int, int]] = []  # segment, offset in it
         rest = max_bytes
-        while rest >= slot_bytes:
-            size = min(max(SEGMENT_BYTES, _power_of_two_from(slot_bytes)), _power_of_two_to(rest))
-            if size < slot_bytes:
-                break
+        while (size := self._piece_bytes(rest)) >= slot_bytes:
             self._add_segment(size)
             rest -= size
         if not self._slots:
+            least = _power_of_two_from(slot_bytes) if pinned else slot_bytes
             raise ConfigError(
                 f"the host tier has {max_bytes} bytes, but one page of all layers needs "
-                f"{slot_bytes}; give it at least {_power_of_two_from(slot_bytes)}"
+                f"{slot_bytes}; give it at least {least}"
             )
         self.addresses = np.array(
             [self._segments[s].data_ptr() + offset for s, offset in self._slots], dtype=np.int64
@@ -59,6 +57,15 @@ class HostArena:
     def bytes_of(self, number: int) -> memoryview:
         """A slot's bytes, for reading from and writing to files."""
         return memoryview(self.slot(number).numpy())  # type: ignore[arg-type]
+
+    def _piece_bytes(self, rest: int) -> int:
+        """Size of the next piece, of ``rest`` bytes left; less than a slot if none fits."""
+        if not self.pinned:
+            return (
+                min(rest, max(SEGMENT_BYTES, self.slot_bytes)) // self.slot_bytes * self.slot_bytes
+            )
+        largest = max(SEGMENT_BYTES, _power_of_two_from(self.slot_bytes))
+        return min(largest, _power_of_two_to(rest)) if rest else 0
 
     def _add_segment(self, size: int) -> None:
         try:

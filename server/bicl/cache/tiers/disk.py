@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import struct
 import threading
@@ -36,6 +37,7 @@ _PARENT_BYTES = 8
 _SUFFIX = ".page"
 _ASIDE = ".tmp"
 _LOCK = "lock"
+_NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{16})" + re.escape(_SUFFIX))
 
 
 class DiskReadError(Exception):
@@ -92,9 +94,13 @@ class DiskStore:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = _locked(self._folder / _LOCK)
+        except OSError as error:
+            raise ConfigError(f"the disk tier cannot use {folder}: {error}") from error
+        try:
             self._prune_others()
             self._scan()
         except OSError as error:
+            self._lock_file.close()
             raise ConfigError(f"the disk tier cannot use {folder}: {error}") from error
 
     def __len__(self) -> int:
@@ -256,12 +262,10 @@ class DiskStore:
         for file in _files(self._folder):
             if file.name.endswith(_ASIDE):
                 os.unlink(file.path)
-            elif file.name.endswith(_SUFFIX):
-                key, _, parent = file.name.removesuffix(_SUFFIX).partition("-")
-                stat = file.stat()
-                folder = Path(file.path).parent.name
-                block = Block(bytes.fromhex(key), bytes.fromhex(parent), b"", folder, stat.st_size)
-                found.append((stat.st_mtime, block))
+            elif name := _NAME.fullmatch(file.name):
+                key, parent = bytes.fromhex(name[1]), bytes.fromhex(name[2])
+                stat, group = file.stat(), Path(file.path).parent.name
+                found.append((stat.st_mtime, Block(key, parent, b"", group, stat.st_size)))
         for _, block in sorted(found, key=lambda item: item[0]):
             self._index.add(block)
             self.num_bytes += block.place

@@ -48,7 +48,8 @@ class DiskPipe:
         self._stats = stats
         self._costs = costs
         self._behind: deque[Block] = deque()
-        self._max_behind = max(1, host.arena.num_slots // 4)
+        # What waits cannot leave host memory; half of it must stay free to move.
+        self._max_behind = max(1, host.arena.num_slots // 2)
         self._writing = False
         self._epoch = 0
         self.num_queued = 0

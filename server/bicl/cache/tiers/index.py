@@ -88,8 +88,9 @@ class BlockIndex:
         return None
 
     def _end_of_chain(self, key: bytes) -> bytes:
-        while True:
+        for _ in range(len(self._blocks)):  # names on a disk could claim a ring
             children = self._children.get(key[: self._parent_bytes])
             if not children:
-                return key
+                break
             key = next(iter(children))
+        return key

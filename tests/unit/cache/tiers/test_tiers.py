@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from bicl.cache.keys import Namespace, PageChain, root_key
 from bicl.cache.tiers import HostMover, PageTiers
+from bicl.errors import ConfigError, TransferError
 
 PAGE = 4
 LAYERS = 3
@@ -117,3 +119,305 @@ def test_equal_keys_with_other_tokens_are_no_hit(rig) -> None:
     one.save(first, [0])
     assert one.tiers.num_in_host(first, 0, 1) == 1
     assert one.tiers.num_in_host(second, 0, 1) == 0
+
+
+def test_hit_ends_at_the_first_gap(rig) -> None:
+    one = rig()
+    prompt = chain(6 * PAGE)
+    one.fill([0, 1, 4, 5])
+    one.tiers.save(prompt, [0, 1])
+    one.tiers.save(prompt, [4, 5], first=4)
+    assert one.tiers.settle(10)
+    assert one.tiers.num_in_host(prompt, 0, 6) == 2
+    assert one.tiers.num_in_host(prompt, 4, 6) == 2
+
+
+def test_least_recently_used_chain_leaves_first_and_its_end_before_its_beginning(rig) -> None:
+    """Room for eight pages: two chains of three, the older one used since, then one more."""
+    one = rig(host_bytes=8 * PAGE_BYTES)
+    older, newer, third = (chain(3 * PAGE, seed=seed) for seed in (1, 2, 3))
+    one.save(older, [0, 1, 2])
+    one.save(newer, [3, 4, 5])
+    one.tiers.reserve(older, 0, 3).drop()
+    one.save(third, [6, 7, 8])
+    assert [one.tiers.num_in_host(c, 0, 3) for c in (older, newer, third)] == [3, 2, 3]
+    assert one.tiers.stats().host_evicted_pages == 1
+
+
+def test_use_in_the_pool_keeps_pages_in_host_memory(rig) -> None:
+    one = rig(host_bytes=4 * PAGE_BYTES)
+    first, second = chain(2 * PAGE, seed=1), chain(2 * PAGE, seed=2)
+    one.save(first, [0, 1])
+    one.save(second, [2, 3])
+    one.tiers.touch([first.key(0), first.key(1)])
+    one.save(chain(2 * PAGE, seed=3), [4, 5])
+    assert one.tiers.num_in_host(first, 0, 2) == 2
+    assert one.tiers.num_in_host(second, 0, 2) == 0
+
+
+def test_pages_being_read_are_not_evicted(rig) -> None:
+    one = rig(host_bytes=4 * PAGE_BYTES)
+    held = one.save(chain(4 * PAGE), [0, 1, 2, 3])
+    reservation = one.tiers.reserve(chain(4 * PAGE), 0, 4)
+    one.save(chain(4 * PAGE, seed=1), [4, 5, 6, 7])
+    assert one.tiers.stats().dropped_saves == 4
+    fetch = reservation.start([8, 9, 10, 11])
+    fetch.join_all(LAYERS)
+    assert one.holds([8, 9, 10, 11], held)
+
+
+def test_trimmed_reservation_brings_less(rig) -> None:
+    one = rig()
+    held = one.save(chain(4 * PAGE), [0, 1, 2, 3])
+    reservation = one.tiers.reserve(chain(4 * PAGE), 0, 4)
+    reservation.trim(2)
+    reservation.start([8, 9]).join_all(LAYERS)
+    assert one.holds([8, 9], [layer[:2] for layer in held])
+
+
+def blocked(one: Rig, monkeypatch, method: str, layer: int = 0) -> threading.Event:
+    """Copies from that layer on wait until the event is set."""
+    release, original = threading.Event(), getattr(one.mover, method)
+
+    def waits(*arguments):
+        if method == "save" or arguments[0] >= layer:
+            assert release.wait(20)
+        return original(*arguments)
+
+    monkeypatch.setattr(one.mover, method, waits)
+    return release
+
+
+def test_first_layer_is_there_before_the_last(rig, monkeypatch) -> None:
+    one = rig()
+    held = one.save(chain(2 * PAGE), [0, 1])
+    release = blocked(one, monkeypatch, "load", layer=1)
+    fetch = one.tiers.reserve(chain(2 * PAGE), 0, 2).start([4, 5])
+    fetch.join(0)
+    assert torch.equal(one.layers[0][[4, 5]], held[0])
+    assert not fetch.settled
+    release.set()
+    fetch.join(2)
+    assert one.holds([4, 5], held)
+
+
+def test_cancelled_fetch_settles_when_its_copy_ends_and_says_so(rig, monkeypatch) -> None:
+    """(A33)"""
+    settled = threading.Event()
+    one = rig(on_change=settled.set)
+    one.save(chain(2 * PAGE), [0, 1])
+    release = blocked(one, monkeypatch, "load", layer=1)
+    fetch = one.tiers.reserve(chain(2 * PAGE), 0, 2).start([4, 5])
+    fetch.join(0)
+    fetch.cancel()
+    assert not fetch.wait(0.05)
+    with pytest.raises(TransferError):
+        fetch.join(1)
+    release.set()
+    assert fetch.wait(10)
+    assert settled.wait(10)
+    assert torch.isnan(one.layers[2][[4, 5]]).all()  # the last layer's copy never began
+    assert one.tiers.stats().cancelled_fetches == 1
+    assert one.tiers.num_in_host(chain(2 * PAGE), 0, 2) == 2
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_failed_copy_is_reported_once_and_its_blocks_are_forgotten(rig, monkeypatch, layer) -> None:
+    one = rig()
+    one.save(chain(2 * PAGE), [0, 1])
+    load = one.mover.load
+
+    def fails(number, *rest):
+        if number == layer:
+            raise OSError("bus error")
+        return load(number, *rest)
+
+    monkeypatch.setattr(one.mover, "load", fails)
+    fetch = one.tiers.reserve(chain(2 * PAGE), 0, 2).start([4, 5])
+    with pytest.raises(TransferError):
+        fetch.join_all(LAYERS)
+    assert fetch.wait(10)
+    assert fetch.failed
+    assert one.tiers.stats().failures["copy"] == 1
+    assert one.tiers.num_in_host(chain(2 * PAGE), 0, 2) == 0
+
+
+def test_stale_slot_is_not_read(rig) -> None:
+    """A slot that holds another block than the index says."""
+    one = rig()
+    one.save(chain(2 * PAGE), [0, 1])
+    reservation = one.tiers.reserve(chain(2 * PAGE), 0, 2)
+    one.tiers._host.tags.write([reservation.blocks[1].place], [b"another"])
+    fetch = reservation.start([4, 5])
+    with pytest.raises(TransferError):
+        fetch.join(0)
+    assert fetch.wait(10)
+    assert one.tiers.stats().failures["stale"] == 1
+    assert torch.isnan(one.layers[0][[4, 5]]).all()
+
+
+def test_page_that_is_claimed_before_its_copy_begins_is_not_saved(rig, monkeypatch) -> None:
+    one = rig()
+    first, second = chain(PAGE, seed=1), chain(2 * PAGE, seed=2)
+    one.fill([0, 1, 2])
+    release = blocked(one, monkeypatch, "save")
+    one.tiers.save(first, [0])
+    one.tiers.save(second, [1, 2])
+    one.tiers.claim([2, 7])
+    one.layers[0][2] = torch.nan
+    release.set()
+    assert one.tiers.settle(10)
+    assert one.tiers.num_in_host(first, 0, 1) == 1
+    assert one.tiers.num_in_host(second, 0, 2) == 1
+    assert one.tiers.stats().dropped_saves == 1
+
+
+def test_claim_waits_for_the_copy_that_reads_the_page(rig, monkeypatch) -> None:
+    one = rig()
+    held = one.fill([0])
+    entered, original = threading.Event(), one.mover.save
+
+    def slow(*arguments):
+        entered.set()
+        threading.Event().wait(0.05)
+        return original(*arguments)
+
+    monkeypatch.setattr(one.mover, "save", slow)
+    one.tiers.save(chain(PAGE), [0])
+    assert entered.wait(10)
+    one.tiers.claim([0])
+    for layer in one.layers:
+        layer[0] = torch.nan
+    assert one.tiers.settle(10)
+    assert one.fetch(chain(PAGE), [5]) == 1
+    assert one.holds([5], held)
+
+
+def test_flush_forgets_what_is_held_and_what_is_under_way(rig, tmp_path, monkeypatch) -> None:
+    """(A18)"""
+    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
+    one.save(chain(2 * PAGE, seed=1), [0, 1])
+    entered, release, original = threading.Event(), threading.Event(), one.mover.save
+
+    def waits(*arguments):
+        entered.set()
+        assert release.wait(20)
+        return original(*arguments)
+
+    monkeypatch.setattr(one.mover, "save", waits)
+    one.fill([2, 3, 4])
+    one.tiers.save(chain(2 * PAGE, seed=2), [2, 3])
+    assert entered.wait(10)
+    one.tiers.save(chain(PAGE, seed=3), [4])
+    assert one.tiers.flush() == 4
+    release.set()
+    assert one.tiers.settle(10)
+    for seed in (1, 2, 3):
+        assert one.tiers.num_in_host(chain(2 * PAGE, seed=seed), 0, 2) == 0
+    assert not list(tmp_path.rglob("*.page"))
+
+
+def test_flush_of_one_adapter_leaves_the_others(rig, tmp_path) -> None:
+    """(A12)"""
+    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
+    one.save(chain(PAGE, group="x"), [0])
+    one.save(chain(PAGE, group="y"), [1])
+    assert one.tiers.flush("x") == 2  # in both tiers
+    assert one.tiers.num_in_host(chain(PAGE, group="x"), 0, 1) == 0
+    assert one.tiers.num_in_host(chain(PAGE, group="y"), 0, 1) == 1
+    assert len(list(tmp_path.rglob("*.page"))) == 1
+
+
+def test_pages_evicted_from_host_memory_come_back_from_disk(rig, tmp_path) -> None:
+    one = rig(host_bytes=8 * PAGE_BYTES, disk_folder=tmp_path, disk_bytes=MEBI)
+    first = chain(4 * PAGE, seed=1)
+    held = one.save(first, [0, 1, 2, 3])
+    for seed in (2, 3):
+        one.save(chain(4 * PAGE, seed=seed), [4, 5, 6, 7])
+    assert one.tiers.num_in_host(first, 0, 4) == 0
+    assert one.tiers.num_on_disk(first, 0, 4) == 4
+    one.promote(first)
+    reservation = one.tiers.reserve(first, 0, 4)
+    assert (reservation.num_pages, reservation.num_from_disk) == (4, 4)
+    reservation.start([8, 9, 10, 11]).join_all(LAYERS)
+    assert one.holds([8, 9, 10, 11], held)
+    assert one.tiers.reserve(first, 0, 4).num_from_disk == 0  # from now on it is in host memory
+
+
+def test_promotion_reads_only_what_host_memory_lacks(rig, tmp_path) -> None:
+    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
+    prompt = chain(4 * PAGE)
+    one.save(prompt, [0, 1, 2, 3])
+    for page in (1, 3):
+        one.tiers._host.remove(one.tiers._host.get(prompt.key(page)))
+    one.promote(prompt)
+    assert one.tiers.stats().disk_read_pages == 2
+    assert one.tiers.num_in_host(prompt, 0, 4) == 4
+
+
+def test_closed_promotion_starts_no_further_reads(rig, tmp_path, monkeypatch) -> None:
+    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
+    prompt = chain(12 * PAGE)
+    one.save(prompt, list(range(12)))
+    one.tiers._host.flush(None)
+    release, store = threading.Event(), one.tiers._disk._store
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda *a: (release.wait(20), read(*a)))
+    promotion = one.tiers.promote(prompt, 0, 12)
+    promotion.close()
+    release.set()
+    assert promotion.wait(10)
+    assert one.tiers.stats().disk_read_pages <= 4  # those that had begun
+
+
+def test_disk_that_falls_behind_loses_pages_and_holds_nobody_up(rig, tmp_path, monkeypatch) -> None:
+    one = rig(host_bytes=8 * PAGE_BYTES, disk_folder=tmp_path, disk_bytes=MEBI)
+    release, store = threading.Event(), one.tiers._disk._store
+    write = store.write
+    monkeypatch.setattr(store, "write", lambda *a: (release.wait(20), write(*a))[1])
+    for seed in range(5):
+        one.fill([0, 1])
+        one.tiers.save(chain(2 * PAGE, seed=seed), [0, 1])
+        with one.tiers._changed:
+            assert one.tiers._changed.wait_for(lambda: one.tiers._saves.idle, 10)
+    release.set()
+    assert one.tiers.settle(10)
+    stats = one.tiers.stats()
+    assert stats.saved_pages == 10
+    assert stats.disk_dropped_pages == 10 - stats.disk_written_pages > 0
+
+
+def test_full_disk_is_counted_and_nothing_is_left_behind(rig, tmp_path, monkeypatch) -> None:
+    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
+
+    def refuses(path, parts):
+        path.write_bytes(b"half a pa")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("bicl.cache.tiers.disk._write_file", refuses)
+    one.save(chain(2 * PAGE), [0, 1])
+    stats = one.tiers.stats()
+    assert (stats.failures["io"], stats.disk_dropped_pages, stats.disk_pages) == (2, 2, 0)
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert one.fetch(chain(2 * PAGE), [4, 5]) == 2
+
+
+def test_sizes_that_hold_nothing_are_refused(rig, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=f"needs {PAGE_BYTES}"):
+        rig(host_bytes=PAGE_BYTES - 1)
+    with pytest.raises(ConfigError, match="one page needs"):
+        rig(disk_folder=tmp_path, disk_bytes=100)
+
+
+def test_measured_rate_decides_what_is_fetched(rig) -> None:
+    one = rig()
+    one.tiers.measure(range(8))
+    costs = one.tiers.costs
+    assert costs.host_bytes_per_second > 0
+    costs.overhead_seconds, costs.host_bytes_per_second = 0.001, PAGE_BYTES / 0.001
+    costs.prefill_tokens_per_second = PAGE / 0.002  # two milliseconds a page; a copy takes one
+    assert not one.tiers.fetch_pays(1)
+    assert one.tiers.fetch_pays(2)
+    assert one.tiers.stats().skipped_fetches == 1
+    costs.prefill_tokens_per_second = PAGE / 0.0005
+    assert not one.tiers.fetch_pays(10_000)
