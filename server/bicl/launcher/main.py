@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from bicl.errors import BiclError, ConfigError
 from bicl.hardware import find_gpus, is_jetson, judge
+from bicl.launcher import watch
 from bicl.launcher.flags import CommandLine, describe_flags, split
 from bicl.launcher.hysparse import enables_hysparse
 from bicl.launcher.model_config import ModelConfig, read_chat_template, read_model_config
@@ -50,6 +51,9 @@ def _launch(arguments: list[str], environ: dict[str, str]) -> NoReturn:
         _check_installed(environ)
     for note in launch.notes:
         _say(note)
+    if "BICL_DISABLE" not in launch.environment:
+        socket = line.their("--shard-uds-path") or watch.DEFAULT_SOCKET
+        watch.start(socket, int(launch.environment["BICL_BLOCK_SIZE"]), environ)
     os.execve(program, [NAME, *launch.arguments], environ | launch.environment)
 
 

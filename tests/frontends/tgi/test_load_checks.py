@@ -23,6 +23,7 @@ class FlashCausalLM:
     dtype = kv_cache_dtype = torch.float32
     device = torch.device("cpu")
     sliding_window = None
+    info = SimpleNamespace(block_size=64)
 
     def __init__(self, **changes: Any) -> None:
         self.__dict__.update(changes)
@@ -82,6 +83,11 @@ def test_adapters_share_no_pages_through_the_router(monkeypatch: pytest.MonkeyPa
     """One adapter's request would write a page that another's still reads. (A11)"""
     monkeypatch.setenv("LORA_ADAPTERS", "poet")
     assert "PREFIX_CACHING with LoRA adapters" in refusal(FlashCausalLM())
+
+
+def test_page_size_told_to_the_router_must_be_ours() -> None:
+    told = SimpleNamespace(block_size=256)
+    assert "tell the router pages of 256 tokens" in refusal(FlashCausalLM(info=told))
 
 
 def test_windows_are_refused_on_old_releases() -> None:

@@ -126,6 +126,11 @@ def _check_model(model: Any, release: Release) -> None:
             "between adapters, also while another request reads them; unset it (the host cache "
             "keeps adapters apart)"
         )
+    if model.info.block_size != overlay_config().block_size:
+        raise ConfigError(
+            f"the shard would tell the router pages of {model.info.block_size} tokens, but they "
+            f"have {overlay_config().block_size}; {DISABLE}"
+        )
     try_pages(model)
     if (sparsity := shard_sparsity()) is not None:
         sparsity.check(model)

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bicl.launcher import watch
+
 if TYPE_CHECKING:  # names of cases are listed where TGI is not installed, too
     from bicl.frontends.tgi.selftest.models import Model
     from bicl.frontends.tgi.selftest.router import Router, Sequence
@@ -143,6 +145,11 @@ class Bench:
 def case_block_size_reaches_the_router(bench: Bench) -> None:
     info = bench.shards.info()
     assert (info.block_size, info.attention_impl) == (bench.router.page_size, "flashdecoding")
+
+
+def case_launcher_sees_our_pages(bench: Bench) -> None:
+    path = str(bench.shards.socket(0))
+    assert watch.ask_shard(path) == watch.Info(bench.router.page_size, watch.ATTENTION)
 
 
 def case_capacity_fills_the_memory_and_no_more(bench: Bench) -> None:

@@ -18,6 +18,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "load, warm-up": (
         "start_and_warm_up",
         "block_size_reaches_the_router",
+        "launcher_sees_our_pages",
         "capacity_fills_the_memory_and_no_more",
     ),
     "batches": (

@@ -115,6 +115,9 @@ class Shards:
     ) -> None:
         self.stop()
 
+    def socket(self, rank: int) -> Path:
+        return Path(self.folder.name) / f"socket-{rank}"
+
     def auditor(self) -> Auditor:
         """Looks into the ranks' pages; the start-up of the shard must have installed the audit."""
         return Auditor(Path(self.folder.name), len(self.processes))
@@ -135,8 +138,7 @@ class Shards:
     def _wait(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         for rank in range(len(self.processes)):
-            socket = Path(self.folder.name) / f"socket-{rank}"
-            while not socket.exists():
+            while not self.socket(rank).exists():
                 self._check_alive()
                 if time.monotonic() > deadline:
                     raise ShardFailed(f"not ready after {START_SECONDS} s: {self.log()[-3000:]}")
