@@ -1,6 +1,7 @@
 #pragma once
 
 #include "../common/check.h"
+#include "../store_kv/api.h"
 #include "launch.h"
 
 namespace bicl {
@@ -46,6 +47,19 @@ inline void index_pages_api(TensorView pages, TensorView vectors, TensorView slo
   p.pdl = pdl && device_info(device).major >= 9;
   DeviceGuard guard(device);
   index_pages(p, current_stream(device));
+}
+
+// store_kv of one token a sequence, and index_pages, in one launch.
+inline void store_and_index_api(TensorView key, TensorView value, TensorView pages, TensorView vectors,
+                                TensorView slots, int64_t page_size, double k_scale, double v_scale, bool pdl) {
+  const StoreKvParams p = store_params(key, value, pages, slots, page_size, k_scale, v_scale, pdl);
+  const int device = pages.device().device_id;
+  const PageIndex index = index_of(vectors, device);
+  check_shape(vectors, "vectors", {p.pages.num_pages, p.pages.num_kv_heads, 2, p.head_dim});
+  BICL_CHECK(p.input_dtype == index.dtype) << "key must have the index's dtype";
+  BICL_CHECK(p.num_tokens < 65536 && p.pages.num_kv_heads < 65536) << "too many tokens for a decode step";
+  DeviceGuard guard(device);
+  store_and_index(p, index, current_stream(device));
 }
 
 inline void set_sequences(TilesParams& p, const TensorView& page_table, const TensorView& cache_seqlens,
@@ -182,6 +196,7 @@ inline void choose_tiles_api(TensorView selected, TensorView selected_seqlens, O
   p.combine = combine_of(combine);
   p.pdl = pdl > 0;
   p.late_input = pdl > 1;
+  BICL_CHECK(force_cluster >= 0 && force_cluster <= 8) << "force_cluster is " << force_cluster << "; 0 to 8 are possible";
   p.force_cluster = static_cast<int>(force_cluster);
   DeviceGuard guard(device);
   choose_tiles(p, device, current_stream(device));

@@ -28,7 +28,7 @@ KernelRef tiles_kernel_for(Work work, int blocks) {
   }
 }
 
-// Raises the kernel's limits, once a kernel and card.
+// Raises the kernel's limit of dynamic shared memory, once a kernel and card.
 void allow(const KernelRef& kernel, int device, const DeviceInfo& info) {
   static std::mutex mutex;
   static std::set<std::pair<const void*, int>> done;
@@ -39,8 +39,6 @@ void allow(const KernelRef& kernel, int device, const DeviceInfo& info) {
   BICL_CUDA_CHECK(cudaFuncGetAttributes(&attributes, function));
   BICL_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        info.max_shared_bytes - static_cast<int>(attributes.sharedSizeBytes)));
-  if (info.major == 9)
-    BICL_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
 }
 
 // How many clusters fit at once, asked once a kernel, card, size and shared memory.
@@ -80,7 +78,7 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   k.heads = FastDiv(p.num_kv_heads);
   k.page_log2 = p.page_size == 64 ? 6 : 5;
   const KernelRef kernel = p.index.dtype == DType::kBFloat16 ? tiles_kernel_for<__nv_bfloat16>(work, blocks)
-                                                               : tiles_kernel_for<__half>(work, blocks);
+                                                             : tiles_kernel_for<__half>(work, blocks);
   allow(kernel, device, info);
   LaunchConfig config;
   config.block = dim3(kThreads);
@@ -108,7 +106,7 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
     // As many CTAs a cluster as run at once. A long sequence's scores may need more.
     int splits = kMaxCluster;
     while (splits > 1 && !(split(splits) && active_clusters(kernel, config, device) >= pairs)) splits /= 2;
-    while (!(fits = split(splits)) && splits < 8) splits *= 2;
+    while (!(fits = split(splits)) && splits < kMaxCluster) splits *= 2;
   }
   if (!fits)
     throw std::runtime_error("sparse_select: page tables of " + std::to_string(p.max_pages) + " pages with " +
@@ -122,6 +120,16 @@ template <typename Stored>
 void index_bounds(const IndexPagesParams& p, int tokens, const LaunchConfig& config) {
   if (p.index.dtype == DType::kBFloat16) launch<index_bounds_kernel<Stored, __nv_bfloat16>>(config, p, tokens);
   else launch<index_bounds_kernel<Stored, __half>>(config, p, tokens);
+}
+
+template <typename Stored, typename Index>
+void run_store_and_index(const StoreKvParams& p, const PageIndex& index, const LaunchConfig& config) {
+  const auto aligned = [](const void* data, int64_t token_stride, int64_t head_stride) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0;
+  };
+  const bool vectors = aligned(p.key, p.key_token_stride, p.key_head_stride) &&
+                       aligned(p.value, p.value_token_stride, p.value_head_stride);
+  launch<store_and_index_kernel<Stored, Index>>(config, p, index, vectors);
 }
 
 }  // namespace
@@ -144,6 +152,27 @@ void index_pages(const IndexPagesParams& p, cudaStream_t stream) {
     case DType::kFloat8E4M3: return index_bounds<__nv_fp8_e4m3>(p, tokens, config);
     case DType::kFloat8E5M2: return index_bounds<__nv_fp8_e5m2>(p, tokens, config);
     default: throw std::runtime_error("index_pages: pages must be float16, bfloat16 or fp8");
+  }
+}
+
+void store_and_index(const StoreKvParams& p, const PageIndex& index, cudaStream_t stream) {
+  if (p.num_tokens == 0) return;
+  LaunchConfig config;
+  config.grid = dim3(p.num_tokens, p.pages.num_kv_heads);
+  config.block = dim3(kIndexThreads);
+  config.pdl = p.pdl;
+  config.stream = stream;
+  const bool bf16 = index.dtype == DType::kBFloat16;
+  switch (p.pages.dtype) {
+    case DType::kFloat16: return run_store_and_index<__half, __half>(p, index, config);
+    case DType::kBFloat16: return run_store_and_index<__nv_bfloat16, __nv_bfloat16>(p, index, config);
+    case DType::kFloat8E4M3:
+      return bf16 ? run_store_and_index<__nv_fp8_e4m3, __nv_bfloat16>(p, index, config)
+                  : run_store_and_index<__nv_fp8_e4m3, __half>(p, index, config);
+    case DType::kFloat8E5M2:
+      return bf16 ? run_store_and_index<__nv_fp8_e5m2, __nv_bfloat16>(p, index, config)
+                  : run_store_and_index<__nv_fp8_e5m2, __half>(p, index, config);
+    default: throw std::runtime_error("store_and_index: pages must be float16, bfloat16 or fp8");
   }
 }
 

@@ -9,7 +9,11 @@ namespace bicl {
 // Index rows of every page that `slots` complete.
 void index_pages(const IndexPagesParams& params, cudaStream_t stream);
 
-// One score a page and KV head; infinity for pages that are always kept.
+// A decode step's store of one token a sequence, and the index rows of pages that this completes. Keys and values
+// have the index's dtype.
+void store_and_index(const StoreKvParams& params, const PageIndex& index, cudaStream_t stream);
+
+// One score a page and query head.
 void score_tiles(const TilesParams& params, int device, cudaStream_t stream);
 
 // The pages to read, from scores.

@@ -97,7 +97,7 @@ __device__ __forceinline__ Cut find_cut(const uint32_t* keys, int begin, int end
 // Writes the positions that the cut takes of keys[0, n) to list, ascending. All threads; ends with a barrier.
 __device__ __forceinline__ void list_taken(const uint32_t* keys, int n, const Cut& cut, uint16_t* list,
                                            TopKScratch& scratch) {
-  const int share = (n + kThreads - 1) / kThreads;
+  const int share = (n + kThreads - 1) / kThreads | 1;  // odd: neighbours meet different banks
   const int begin = min(static_cast<int>(threadIdx.x) * share, n), end = min(begin + share, n);
   uint32_t counts = 0;  // above the cut; equal to it in the upper half
 #pragma unroll 2

@@ -6,8 +6,9 @@
 namespace bicl {
 
 // key, value [T, H, head_dim]; slots int64 [T]; pages as PageLayout.shape().
-inline void store_kv_api(TensorView key, TensorView value, TensorView pages, TensorView slots,
-                         int64_t page_size, double k_scale, double v_scale, bool pdl) {
+inline StoreKvParams store_params(const TensorView& key, const TensorView& value, const TensorView& pages,
+                                  const TensorView& slots, int64_t page_size, double k_scale, double v_scale,
+                                  bool pdl) {
   StoreKvParams p;
   p.pages = pages_of(pages, page_size, k_scale, v_scale);
   const int device = pages.device().device_id;
@@ -39,6 +40,13 @@ inline void store_kv_api(TensorView key, TensorView value, TensorView pages, Ten
   p.num_tokens = static_cast<int>(key.size(0));
   p.head_dim = static_cast<int>(key.size(2));
   p.pdl = pdl && device_info(device).major >= 9;
+  return p;
+}
+
+inline void store_kv_api(TensorView key, TensorView value, TensorView pages, TensorView slots,
+                         int64_t page_size, double k_scale, double v_scale, bool pdl) {
+  const StoreKvParams p = store_params(key, value, pages, slots, page_size, k_scale, v_scale, pdl);
+  const int device = pages.device().device_id;
   DeviceGuard guard(device);
   store_kv(p, current_stream(device));
 }

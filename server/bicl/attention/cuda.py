@@ -13,6 +13,7 @@ from bicl.ops.cuda.copy_pages import copy_pages
 from bicl.ops.cuda.decode_attention import decode_attention
 from bicl.ops.cuda.gather import gather
 from bicl.ops.cuda.prefill_attention import PrefillPlanner, prefill_attention
+from bicl.ops.cuda.sparse import store_and_index
 from bicl.ops.cuda.store_kv import store_kv
 from bicl.ops.cuda.workspace import Workspace
 
@@ -60,9 +61,21 @@ class CudaBackend:
         self._prefill.begin_step(meta)
 
     def store(
-        self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+        self,
+        layer: LayerCache,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        bounds: torch.Tensor | None = None,
     ) -> None:
-        """See ``AttentionBackend.store``. Slots are trusted to lie in the pool."""
+        """See ``AttentionBackend.store``. Slots are trusted to lie in the pool.
+
+        Args:
+            bounds: for a step of one token a sequence: ``[num_pages, H, 2, head_dim]`` of the
+                rows' dtype, minimum and maximum of each page's keys; rewritten for the pages that
+                this step completes, in the same launch.
+        """
         check_no_grad("key", key)
         check_no_grad("value", value)
         if key.stride(-1) != 1:
@@ -70,7 +83,10 @@ class CudaBackend:
         if value.stride(-1) != 1:
             value = value.contiguous()
         try:
-            store_kv(layer, key, value, slots, pdl=self.pdl)
+            if bounds is None:
+                store_kv(layer, key, value, slots, pdl=self.pdl)
+            else:
+                store_and_index(layer, bounds, key, value, slots, pdl=self.pdl)
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
         self._stored = (layer.pages, slots)

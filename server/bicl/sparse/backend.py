@@ -51,25 +51,30 @@ class SparseBackend:
             self._ops.check_index(index)
         self._by_pages = {index.layer.pages.data_ptr(): index for index in indexes.values()}
         sizes = {index.layer.layout.page_size for index in indexes.values()}
-        # What only the CUDA backend has; drafts, which it is told not to overlap, may complete a
-        # page that is not among the recent ones.
-        self._early = bool(getattr(inner, "pdl", False))
+        # The CUDA backend, where it may overlap kernels. Elsewhere a step's rows may be drafts of
+        # one sequence, which complete pages together.
+        self._overlapping: Any = inner if getattr(inner, "pdl", False) else None
         self._deterministic = bool(getattr(inner, "deterministic", False))
+        self._decodes = False
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # pages and slots, last call
         self.rules = {size: SelectionRule.of(config, size) for size in sizes}
 
     def plan(self, meta: AttentionMetadata) -> None:
         """See ``AttentionBackend.plan``."""
+        self._decodes = meta.max_q == 1
         self.inner.plan(meta)
 
     def store(
         self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
         """See ``AttentionBackend.store``; pages that this fills enter the index."""
-        self.inner.store(layer, key, value, slots)
         index = self._by_pages.get(layer.pages.data_ptr())
-        if index is not None:
-            self._ops.index_pages(layer, index, slots)
+        if index is not None and self._decodes and self._overlapping is not None:
+            self._overlapping.store(layer, key, value, slots, bounds=index.vectors)
+        else:
+            self.inner.store(layer, key, value, slots)
+            if index is not None:
+                self._ops.index_pages(layer, index, slots)
         self._stored = (layer.pages, slots)
 
     def run(
@@ -119,14 +124,14 @@ class SparseBackend:
             self.rules[index.layer.layout.page_size],
             self.config.combine,
             scale=scale,
-            after_store=self._early and self._follows_store(index.layer, meta),
+            after_store=self._follows_store(index.layer, meta),
             deterministic=self._deterministic,
         )
         return replace(meta, page_table=pages, cache_seqlens=lengths, sparsity=None)
 
     def _follows_store(self, layer: LayerCache, meta: AttentionMetadata) -> bool:
-        """Whether the last call stored this step's new tokens in this layer."""
-        stored = self._stored
+        """Whether the last call stored this step's new tokens in this layer, one a sequence."""
+        stored = self._stored if self._overlapping is not None else None
         return stored is not None and stored[0] is layer.pages and stored[1] is meta.slot_mapping
 
     def index_pages(self, number: int, pages: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,14 @@ if TYPE_CHECKING:
     from bicl.sparse.index import LayerIndex
     from bicl.sparse.selection import SelectionRule
 
-__all__ = ["check_index", "choose_tiles", "index_pages", "score_tiles", "select_tiles"]
+__all__ = [
+    "check_index",
+    "choose_tiles",
+    "index_pages",
+    "score_tiles",
+    "select_tiles",
+    "store_and_index",
+]
 
 # CTAs that share a sequence's pages, and so the order of sums, otherwise depend on the batch.
 DETERMINISTIC_CLUSTER = 8
@@ -57,6 +65,37 @@ def index_pages(layer: LayerCache, index: LayerIndex, slots: torch.Tensor) -> No
     """
     library.module().index_pages(
         layer.pages, index.vectors, slots, layer.layout.page_size, layer.k_scale, True
+    )
+
+
+def store_and_index(
+    layer: LayerCache,
+    vectors: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """``store_kv`` and ``index_pages`` in one launch, for steps of one token a sequence.
+
+    Args:
+        vectors: ``[num_pages, H, 2, head_dim]``, a ``bounds`` index's.
+        key, value: ``[B, H, head_dim]`` of the index's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; the message names them.
+    """
+    library.module().store_and_index(
+        key,
+        value,
+        layer.pages,
+        vectors,
+        slots,
+        layer.layout.page_size,
+        layer.k_scale,
+        layer.v_scale,
+        pdl,
     )
 
 
@@ -161,7 +200,7 @@ def choose_tiles(
     deterministic: bool = False,
     force_cluster: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``score_tiles`` and ``select_tiles`` in one launch, without scores in device memory.
+    """``score_tiles`` and ``select_tiles``; on Hopper in one launch, without scores in memory.
 
     Args:
         after_store: the kernel ahead is this step's ``index_pages`` of this layer: old index rows
@@ -170,6 +209,10 @@ def choose_tiles(
         force_cluster: tests and benchmarks.
     """
     num_kv_heads = index.vectors.shape[1]
+    if not (force_cluster or _has_clusters(query.device)):
+        scores = score_tiles(query, layer, index, page_table, cache_seqlens, scale)
+        place = (page_table, cache_seqlens, sparsity)
+        return select_tiles(scores, *place, rule, num_kv_heads, combine, positions)
     selected, lengths = _outputs(num_kv_heads, page_table)
     library.module().choose_tiles(
         selected,
@@ -192,6 +235,12 @@ def choose_tiles(
         DETERMINISTIC_CLUSTER if deterministic and not force_cluster else force_cluster,
     )
     return selected, lengths
+
+
+@functools.cache
+def _has_clusters(device: torch.device) -> bool:
+    """Elsewhere one CTA a KV head would read the index alone."""
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _outputs(num_kv_heads: int, page_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
