@@ -88,7 +88,8 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   const auto split = [&](int splits) {
     const int row_groups = (p.max_pages + kRows - 1) / kRows;
     k.splits = FastDiv(splits);
-    k.row_stride = (row_groups + splits - 1) / splits * kRows + 4;  // + 4: no bank conflicts among a quad's heads
+    const int share = std::max((row_groups + splits - 1) / splits, std::min(row_groups, kWarps));
+    k.row_stride = share * kRows + 4;  // + 4: no bank conflicts among a quad's heads
     config.cluster = work == Work::kChoose ? splits : 1;
     config.grid = dim3(pairs * splits);
     config.shared_bytes = TilesShared::bytes(k, blocks, work);

@@ -18,6 +18,7 @@
 
 namespace bicl::sparse {
 
+constexpr int kAlonePages = kWarps * kRows;  // scored by one CTA at once
 constexpr float kLog2e = 1.4426950408889634f;
 
 enum class Work { kScore, kSelect, kChoose };
@@ -86,6 +87,13 @@ class TilesCta {
       if (kWork == Work::kChoose) peers_.wait_started();
       keep_all();
       return;
+    }
+    if (kWork == Work::kChoose && peers_.count > 1 && count_ <= kAlonePages) {
+      // Little to share: quicker alone than with barriers.
+      peers_.wait_started();
+      if (peers_.rank > 0) return;
+      peers_ = {1, 0};
+      begin_ = 0, end_ = count_;
     }
     if (kWork == Work::kSelect) read_scores();
     else score();

@@ -9,12 +9,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from support.cases import Step
 from support.device import decode_step
 
 from bicl.attention.cuda import CudaBackend
+from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
+from bicl.ops.cuda import sparse
+from bicl.ops.cuda.compact_tokens import compact_tokens
 from bicl.ops.cuda.decode_attention import decode_attention
 from bicl.ops.cuda.workspace import Workspace
+from bicl.sparse.index import make_indexes
+from bicl.sparse.selection import SelectionRule
 
 SCHEDULES = (
     {},
@@ -29,6 +35,38 @@ LAYOUTS = (
     (PageLayout(1, 96, torch.float16, 32, 32), 12, torch.float16),
     (PageLayout(2, 128, torch.float8_e4m3fn), 4, torch.bfloat16),
 )
+
+
+def choose_and_compact(backend: CudaBackend, step: Step, dtype: torch.dtype) -> None:
+    meta, layer = step.meta, step.layer
+    size, heads = layer.layout.page_size, layer.layout.num_kv_heads
+    index = make_indexes({0: layer}, "bounds", dtype)[0]
+    sparse.index_pages(layer, index, step.slots)
+    last = torch.tensor([0, 65, 765], device="cuda")  # tokens that end the sequences
+    backend.store(layer, step.key[last], step.value[last], step.slots[last], bounds=index.vectors)
+    rule = SelectionRule(page_size=size, max_k=512, first=1, recent=1, floor=0)
+    sparsity = torch.tensor([0.65, 0.65, 0.65, 0.5], device="cuda")
+    place = (meta.page_table, meta.cache_seqlens)
+    for combine in ("max", "sum", "softmax"):
+        scores = sparse.score_tiles(step.query, layer, index, *place, 0.1)
+        sparse.select_tiles(scores, *place, sparsity, rule, heads, combine)
+        for cluster in (0, 1, 2, 4, 8):
+            sparse.choose_tiles(
+                step.query,
+                layer,
+                index,
+                *place,
+                sparsity,
+                rule,
+                combine,
+                scale=0.1,
+                after_store=True,
+                force_cluster=cluster,
+            )
+    positions = torch.arange(0, 700, 5, dtype=torch.int32, device="cuda").expand(heads, -1)
+    target = LayerCache(torch.empty_like(layer.pages), layer.layout)
+    fresh = torch.arange(-(-positions.shape[1] // size), dtype=torch.int32, device="cuda")
+    compact_tokens(layer, meta.page_table[3], positions, target, fresh)
 
 
 def main() -> None:
@@ -52,6 +90,7 @@ def main() -> None:
                     **schedule,
                 )  # type: ignore[arg-type]
         backend.gather(step.layer, meta.page_table, meta.cache_seqlens)
+        choose_and_compact(backend, step, dtype)
         pages = torch.arange(2, device="cuda")
         backend.copy_pages([step.layer], pages, pages + 2)
     torch.cuda.synchronize()
