@@ -64,15 +64,20 @@ CMD ["--model-id", "bundled"]
 
 # --- tgi ---------------------------------------------------------------------------------------
 FROM ${TGI_IMAGE} AS tgi
+ARG TGI_IMAGE
 LABEL org.opencontainers.image.title="text-generation-inference with the BICL KV cache" \
+      org.opencontainers.image.description="Routes, flags and metrics of text-generation-inference on a KV cache of BICL tiles" \
+      org.opencontainers.image.base.name="${TGI_IMAGE}" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=wheel /out /tmp/bicl
 COPY patches /opt/bicl/patches
-RUN uv pip install --no-cache --no-deps /tmp/bicl/*.whl && uv pip install --no-cache "apache-tvm-ffi>=0.1.15" torch-c-dlpack-ext \
+RUN uv pip install --no-cache --no-deps /tmp/bicl/*.whl \
+ && uv pip install --no-cache "apache-tvm-ffi>=0.1.15" torch-c-dlpack-ext xxhash \
  && rm -r /tmp/bicl \
  && /usr/src/.venv/bin/python -m bicl.frontends.tgi.install \
  && /usr/src/.venv/bin/python -m bicl.frontends.tgi.install --verify \
  && mv /usr/local/bin/text-generation-launcher /usr/local/bin/text-generation-launcher-upstream \
- && ln -s /usr/src/.venv/bin/bicl-launcher /usr/local/bin/text-generation-launcher
+ && ln -s /usr/src/.venv/bin/bicl-launcher /usr/local/bin/text-generation-launcher \
+ && uv pip freeze > /opt/bicl/sbom.txt
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=6 \
   CMD curl -fsS "http://127.0.0.1:${PORT:-80}/health" || exit 1

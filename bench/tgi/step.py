@@ -32,7 +32,7 @@ from bicl.frontends.tgi.selftest.cases import Bench
 from bicl.frontends.tgi.selftest.models import Model, make_model
 from bicl.frontends.tgi.selftest.router import Router, request_of
 from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
-from bicl.frontends.tgi.selftest.shard import Shards
+from bicl.frontends.tgi.selftest.shard import ShardFailed, Shards
 
 ROOT = Path(__file__).parents[2]
 STANDINS = Path(__file__).parent / "standins"
@@ -157,11 +157,14 @@ def time_steps(
     rows = []
     with Shards(folder, environment, "--dtype", "bfloat16", *flags) as shards:
         router = warm_up(shards, Words(), PREFILL_TOKENS, TOTAL_TOKENS)
-        for batch, context in shapes:
-            if batch > 32 and "BICL_DISABLE" in environment:
-                continue  # no graph, and FlashInfer's workspace in TGI is too small for one
-            microseconds = time_shape(router, batch, context)
+        for batch, context in sorted(shapes, key=lambda each: each[0] > 32):
+            # Last, because stock TGI may not survive more rows than its graphs have.
             shape = f"{batch}x{context}"
+            try:
+                microseconds = time_shape(router, batch, context)
+            except ShardFailed as error:
+                print(f"{name:<18}{shape:<10}failed: {str(error)[-600:]}", flush=True)
+                break
             row = {"op": "step", "heads": "32/8", "shape": shape, "impl": name}
             rows.append({**row, "us": round(microseconds, 1)})
             print(f"{name:<18}{shape:<10}{microseconds:9.1f} us", flush=True)

@@ -18,7 +18,7 @@ from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bicl selftest", description=__doc__)
     parser.add_argument("scenarios", nargs="*", help=f"of {', '.join(SCENARIOS)}; default: all")
-    parser.add_argument("--case", default="", help="run this case alone")
+    parser.add_argument("--case", action="append", default=[], help="run only this one; repeatable")
     parser.add_argument("--json", type=Path, help="append one JSON line a result to this file")
     parser.add_argument("--models", type=Path, help="folder for the models; default: temporary")
     parser.add_argument("--patches", type=Path, help="the overlay; default: the installed one")

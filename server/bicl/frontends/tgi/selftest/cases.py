@@ -232,6 +232,21 @@ def case_chunked_prompt_beside_a_decoding_row(bench: Bench) -> None:
     bench.check(first, second)
 
 
+def case_drafts_cross_pages_that_do_not_follow_each_other(bench: Bench) -> None:
+    """With speculation every step writes and rewrites slots past the end, across page edges; they
+    come from the page table, whose ids are shuffled. (A5)"""
+    size, pattern = bench.router.page_size, bench.prompt(7, 23)
+    first = bench.sequence((pattern * 30)[: size + 20], new_tokens=1)
+    bench.router.prefill(first)
+    bench.router.finish()
+    shared = first.pages[:1] if bench.prefixes else []
+    prompt = (pattern * 30)[: 2 * size - 5]
+    sequence = bench.sequence(prompt, shared, new_tokens=24)
+    bench.router.prefill(sequence, cached=len(shared) * size)
+    bench.check(sequence)
+    bench.router.release(first)
+
+
 def case_health_request_on_page_0(bench: Bench) -> None:
     sequence = bench.sequence(bench.prompt(60))
     bench.router.prefill(sequence)

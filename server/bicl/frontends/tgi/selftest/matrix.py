@@ -26,6 +26,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "long_prompt_beside_a_short_one",
         "batch_of_four",
         "joining_a_decoding_batch",
+        "drafts_cross_pages_that_do_not_follow_each_other",
         "health_request_on_page_0",
     ),
     "cancelling": ("cancelling_a_row",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +30,15 @@ class Result:
     problem: str = ""
 
 
-def run_scenario(name: str, folder: Path, hook: Path, only: str = "") -> Iterator[Result]:
+def run_scenario(
+    name: str, folder: Path, hook: Path, only: Collection[str] = ()
+) -> Iterator[Result]:
     """Start the shard once and run every case of a scenario on it.
 
     Args:
         folder: for models; what is there already is used again.
         hook: folder of ``bicl_tgi_start.py``.
-        only: run this case alone.
+        only: run these cases; by default all.
     """
     scenario, begin = SCENARIOS[name], time.monotonic()
     memory = {"TEST_FREE_MEMORY": str(scenario.free_bytes)}
@@ -55,7 +57,7 @@ def run_scenario(name: str, folder: Path, hook: Path, only: str = "") -> Iterato
             return
         yield Result(name, START, time.monotonic() - begin)
         for case, function in scenario.cases.items():
-            if only in ("", case):
+            if not only or case in only:
                 yield _run_case(name, case, function, bench)
 
 
