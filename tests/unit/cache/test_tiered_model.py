@@ -36,7 +36,7 @@ PROMPTS = st.builds(
 
 
 class TieredMachine(RuleBasedStateMachine):
-    @initialize(num_pages=st.integers(3, 14), slots=st.integers(1, 16))
+    @initialize(num_pages=st.integers(6, 12), slots=st.integers(2, 40))
     def create(self, num_pages: int, slots: int) -> None:
         self.mover = SimulatedMover([[None] * PAGE for _ in range(num_pages)])
         self.tiers = PageTiers(
@@ -78,6 +78,14 @@ class TieredMachine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, namespace=NAMESPACE, new=st.lists(st.integers(1, 2), max_size=6))
     def serve_whole_request(self, prompt, namespace, new) -> None:
+        self.serve(prompt, namespace, new)
+
+    @rule(stem=st.sampled_from(STEMS))
+    def serve_a_long_prompt(self, stem) -> None:
+        """It fills host memory and drives the others out of the pool."""
+        self.serve(stem[:24], NAMESPACES[0], [])
+
+    def serve(self, prompt, namespace, new) -> None:
         run = self.start(prompt, namespace)
         if run is None:
             return
@@ -86,6 +94,7 @@ class TieredMachine(RuleBasedStateMachine):
             self.join(run)
         self.pool.issue_copies(run)
         self.pool.step(run, len(prompt), [])
+        self.saved_everything()
         for token in new:
             if not self.grow(run):
                 break
@@ -98,6 +107,17 @@ class TieredMachine(RuleBasedStateMachine):
             return self.pool.grow(run, len(run.tokens) + 1)
         except CapacityError:
             return False
+
+    @rule(stem=st.sampled_from(STEMS), length=st.integers(9, 24))
+    def abort_while_its_pages_come(self, stem, length) -> None:  # A33
+        run = self.start(stem[:length], NAMESPACES[0])
+        if run is not None:
+            before, loading = (
+                self.manager.gauges(),
+                len(run.seq.fetch.pages if run.seq.fetch else []),
+            )
+            self.pool.finish(run)
+            assert self.manager.gauges().loading_pages == before.loading_pages + loading
 
     @rule()
     def deliver(self) -> None:
@@ -163,8 +183,10 @@ class TieredMachine(RuleBasedStateMachine):
             self.mover.contents[page] = [b"spoilt"] * PAGE
             self.manager.tags.clear([page])
 
-    @rule(adapter_id=st.sampled_from([None, "", "lora"]))
+    @rule(adapter_id=st.sampled_from([None, "", "lora", *["none of them"] * 12]))
     def change_weights(self, adapter_id) -> None:
+        if adapter_id == "none of them":
+            return
         self.manager.flush(adapter_id)
         for adapter in ["", "lora"] if adapter_id is None else [adapter_id]:
             self.pool.weights[adapter] = self.pool.weights.get(adapter, 0) + 1
@@ -197,6 +219,6 @@ def test_what_comes_back_is_what_was_computed() -> None:
     run_state_machine_as_test(
         TieredMachine,
         settings=settings(
-            max_examples=120, stateful_step_count=40, report_multiple_bugs=False, deadline=None
+            max_examples=150, stateful_step_count=50, report_multiple_bugs=False, deadline=None
         ),
     )
