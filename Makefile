@@ -8,7 +8,7 @@ IMAGE ?= embedded
 PYTEST := $(BIN)/python -m pytest -c server/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-gpu kernels bench-kernels sanitize check format lint typecheck patch unpatch image up doctor clean
+.PHONY: help install install-dev serve test test-gpu kernels bench-kernels bench-hysparse sanitize check format lint typecheck patch unpatch image up doctor clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ sanitize: install-dev kernels ## look for bad memory accesses and races in the k
 bench-kernels: install-dev kernels ## measure the kernels and installed peers on this machine's GPU
 	$(BIN)/python -m bench.kernels.impls.bicl_token_major
 	$(BIN)/python -m bench.kernels --out bench/results/kernels-h200.json $(ARGS)
+
+bench-hysparse: install-dev kernels ## measure sparse layers and a whole sparse step on this machine's GPU
+	$(BIN)/python -m bench.hysparse.speed --out bench/results/hysparse-h200.json $(ARGS)
 
 check: format lint typecheck ## what must pass before a commit, tests aside
 
