@@ -35,6 +35,7 @@ import torch
 from bench.kernels import machine
 from bench.kernels.arena import Arena, PagedBatch
 from bench.kernels.shapes import HEAD_DIM, MAIN_HEADS, kv_bytes
+from bench.targets import Verdict
 from bench.timing import compare
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.metadata import AttentionMetadata
@@ -167,6 +168,22 @@ def step_section(ratio: float, rounds: int) -> dict[str, Any]:
     }
 
 
+def targets(result: dict[str, Any]) -> list[Verdict]:
+    """What was promised of a sparse layer and of a whole step, at ratio 0.65."""
+    found = []
+    for row in result.get("layer", ()):
+        shape = f"{row['batch']} x {row['context']}, {row['kept']} of {row['tiles']} tiles"
+        share = row["selection_share"]
+        found.append(Verdict(f"choosing, of a sparse layer's time, {shape}", share, 0.15, unit=""))
+        if wanted := {32768: 2.3, 131072: 2.5}.get(row["context"]):
+            faster = Verdict(f"sparse layer, {shape}", row["speedup"], wanted, at_most=False)
+            found.append(faster)
+    if step := result.get("step"):
+        shape = f"{step['batch']} x {step['context']}"
+        found.append(Verdict(f"whole step, {shape}", step["speedup"], 1.25, at_most=False))
+    return found
+
+
 def _alternating(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median device time of each call in us, taken in turns, every second round reversed."""
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -218,6 +235,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "step" in options.sections:
         result["step"] = step = step_section(options.ratio, options.rounds * 3)
         print(f"step: {step['us']}, {step['speedup']:.2f}x", flush=True)
+    verdicts = targets(result)
+    result["targets"] = [str(verdict) for verdict in verdicts]
+    print("\n".join(result["targets"]))
+    print(f"{sum(verdict.passed for verdict in verdicts)} of {len(verdicts)} targets met")
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
