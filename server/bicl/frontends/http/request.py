@@ -62,7 +62,8 @@ class GenerationParams:
     ``seed`` is always set (drawn by the route when the client gave none), so that a preempted
     request repeats its draws. ``include_stop`` leaves a matched stop sequence in the text, as TGI
     does; without it the sequence is never given out, not even in part. ``best_of`` is the
-    route's affair: it submits several requests.
+    route's affair: it submits several requests. ``forced_ids`` are emitted in place of what would
+    be chosen, with their log-probabilities: to measure, not to serve.
     """
 
     max_new_tokens: int
@@ -82,6 +83,7 @@ class GenerationParams:
     top_n_tokens: int = 0
     decoder_input_details: bool = False
     sparse: SparseOptions = SparseOptions()
+    forced_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

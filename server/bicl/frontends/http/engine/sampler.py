@@ -7,6 +7,7 @@ then a draw (or argmax). Log-probabilities are those after all rules.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ class SamplingState:
             or params.top_p < 1.0
             or params.typical_p < 1.0
         )
+        self.forced = deque(params.forced_ids)
         self.generator = torch.Generator(device)
         self.generator.manual_seed(params.seed & (2**63 - 1))
         self.plain = not (
@@ -85,6 +87,9 @@ def choose(
         _apply_rules(logits, rows)
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = _draw(logits, rows)
+    for i, state in enumerate(states):
+        if state.forced:
+            chosen[i] = state.forced.popleft()
     values = logprobs.gather(1, chosen[:, None]).squeeze(1).tolist()
     tops = [_top(logprobs[i], row.state.params.top_n_tokens) for i, row in enumerate(rows)]
     return [

@@ -1,0 +1,380 @@
+"""``bicl hysparse tune``: the largest sparsity that the user's own texts and tasks allow.
+
+Every setting runs through the serving engine itself: prompts are computed, then the text that
+follows is fed token by token, as if it were generated, and its log-probabilities are noted. Ratios
+are tried per request on one engine, which share their prompts' pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from bicl.errors import BiclError, ConfigError
+from bicl.frontends.http.engine import Engine, EngineConfig
+from bicl.frontends.http.loader import LoadedModel, load_model, resolve_model
+from bicl.frontends.http.request import (
+    GenerationParams,
+    GenerationRequest,
+    RequestDone,
+    RequestFailed,
+    SparseOptions,
+    TokenEvent,
+)
+from bicl.frontends.tune_report import Result, markdown, plot, table
+from bicl.sparse.config import HySparseConfig
+from bicl.sparse.guard import GuardBounds
+from bicl.sparse.settings import write_config_file
+
+__all__ = ["Grid", "Result", "Samples", "Task", "best_result", "read_samples", "run_tune", "tune"]
+
+# A search measures a setting as it is: nothing may go back to the full cache meanwhile.
+UNGUARDED = GuardBounds(shadow_interval=1 << 30, min_mass_kept=0.0, min_sparsity_share=0.0)
+RESULTS, CONFIG_FILE, TABLE_FILE, PLOT_FILE = (
+    "tune.jsonl",
+    "hysparse.json",
+    "tune.md",
+    "tune.png",
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt, and a text that the answer must contain."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What is measured.
+
+    Attributes:
+        texts: token ids; the last ``predicted`` of each are predicted one by one.
+        predicted: that many.
+        tasks: answered greedily.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    predicted: int
+    tasks: tuple[Task, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Names them, so that results are never taken for other samples'."""
+        told = json.dumps([self.texts, self.predicted, [asdict(task) for task in self.tasks]])
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Settings to try; all combinations."""
+
+    ratios: tuple[float, ...] = (0.3, 0.5, 0.6, 0.65, 0.7, 0.8, 0.9)
+    layers: tuple[str, ...] = ("10-28", "8-23")
+    modes: tuple[str, ...] = ("select",)
+    max_ks: tuple[int, ...] = (512,)
+
+    def engines(self, base: HySparseConfig) -> Iterator[HySparseConfig]:
+        """One config an engine; ratios are the requests' affair in ``select`` mode."""
+        for mode, layers, max_k in itertools.product(self.modes, self.layers, self.max_ks):
+            yield replace(base, mode=mode, layers=layers, max_k=max_k)
+
+
+def read_samples(
+    loaded: LoadedModel,
+    texts: Sequence[Path],
+    tasks: Path | None,
+    *,
+    pieces: int,
+    context: int,
+    predicted: int,
+) -> Samples:
+    """Cut texts into pieces and read tasks (JSON lines with ``prompt`` and ``answer``).
+
+    Raises:
+        ConfigError: a file cannot be read, or the texts are too short.
+    """
+    try:
+        ids = [loaded.tokenizer(path.read_text()).input_ids for path in texts]
+        lines = tasks.read_text().splitlines() if tasks else []
+        found = tuple(Task(**json.loads(line)) for line in lines if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{error}; give readable text files") from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f'--tasks {tasks}: {error}; each line is {{"prompt": "...", "answer": "..."}}'
+        ) from None
+    size = context + predicted
+    cut = [
+        tuple(own[start : start + size])
+        for own in ids
+        for start in range(0, len(own) - size + 1, size)
+    ]
+    if not cut:
+        longest = max(map(len, ids), default=0)
+        raise ConfigError(
+            f"the longest text has {longest} tokens, one piece needs {size}; give longer texts or "
+            "a smaller --context-tokens"
+        )
+    step = max(1, len(cut) // pieces)
+    return Samples(tuple(cut[::step][:pieces]), predicted, found)
+
+
+def tune(
+    loaded: LoadedModel,
+    samples: Samples,
+    grid: Grid,
+    output: Path,
+    *,
+    base: HySparseConfig,
+    max_drop: float,
+    engine: EngineConfig | None = None,
+    console: Console | None = None,
+) -> Result:
+    """Try every setting that ``output`` does not hold yet, and write table, plot and config file.
+
+    Args:
+        base: everything that the grid does not vary.
+        max_drop: most accuracy that may be lost, as a share (0.003).
+        engine: sizes; default: what the samples need.
+
+    Returns:
+        The largest sparsity within ``max_drop``.
+
+    Raises:
+        ConfigError: nothing is within ``max_drop``, or no setting leaves anything out.
+    """
+    console = console or Console()
+    output.mkdir(parents=True, exist_ok=True)
+    store = _Store(output / RESULTS, f"{loaded.sha} {samples.digest}")
+    sizes = engine or _sizes(samples, loaded)
+    configs = list(grid.engines(base))
+    with Progress(console=console) as progress:
+        total = 1 + len(configs) * len(grid.ratios)
+        task = progress.add_task(f"trying {total} settings", total=total)
+        dense = _measure_missing(
+            loaded, sizes, samples, store, [replace(base, sparsity_ratio=0.0)]
+        )[0]
+        progress.advance(task)
+        results: list[Result] = []
+        for config in configs:
+            wanted = [replace(config, sparsity_ratio=ratio) for ratio in grid.ratios]
+            results += _measure_missing(loaded, sizes, samples, store, wanted)
+            progress.advance(task, len(wanted))
+    console.print(table(results, dense, max_drop))
+    (output / TABLE_FILE).write_text(markdown(results, dense, max_drop))
+    plot(results, dense, max_drop, output / PLOT_FILE, console)
+    best = best_result(results, dense, max_drop)
+    facts = {
+        "model_sha": loaded.sha,
+        "samples": samples.digest,
+        "accuracy_drop": best.drop(dense),
+        "max_drop": max_drop,
+        "tiles_left_out_of_all_layers": best.skipped,
+    }
+    write_config_file(output / CONFIG_FILE, best.config, **facts)
+    console.print(f"serve with: --enable-hysparse --hysparse-config {output / CONFIG_FILE}")
+    return best
+
+
+def best_result(results: Sequence[Result], dense: Result, max_drop: float) -> Result:
+    """The most left out of all layers within ``max_drop``.
+
+    Raises:
+        ConfigError: none is, or none leaves anything out.
+    """
+    exercised = [each for each in results if each.skipped > 0.0]
+    if not exercised:
+        raise ConfigError(
+            "no setting left anything out: the samples are not longer than floor_tokens "
+            f"({results[0].config.floor_tokens}); use longer texts (--context-tokens)"
+        )
+    allowed = [each for each in exercised if each.drop(dense) <= max_drop]
+    if not allowed:
+        least = min(exercised, key=lambda each: each.drop(dense))
+        raise ConfigError(
+            f"no setting stays within a drop of {max_drop:.2%}; the best, ratio "
+            f"{least.config.sparsity_ratio} in layers {least.config.layers}, loses "
+            f"{least.drop(dense):.2%}. Try smaller --ratios, fewer --layers, or `bicl hysparse fit`"
+        )
+    return max(allowed, key=lambda each: (each.skipped, -each.drop(dense)))
+
+
+def run_tune(
+    model_id: str,
+    texts: Sequence[Path],
+    tasks: Path | None,
+    grid: Grid,
+    output: Path,
+    *,
+    base: HySparseConfig,
+    max_drop: float,
+    pieces: int,
+    context: int,
+    predicted: int,
+    device: str,
+) -> Result:
+    """Load a model and its samples, then :func:`tune`.
+
+    Raises:
+        ConfigError: a value that cannot work, before anything is loaded where that is possible.
+    """
+    for config in grid.engines(base):
+        for ratio in grid.ratios:
+            replace(config, sparsity_ratio=ratio)
+    loaded = load_model(resolve_model(model_id), device=device)
+    samples = read_samples(
+        loaded, texts, tasks, pieces=pieces, context=context, predicted=predicted
+    )
+    return tune(loaded, samples, grid, output, base=base, max_drop=max_drop)
+
+
+# --- measuring ---------------------------------------------------------------------------------
+class _Store:
+    """Results on disk, one JSON object a line; what is there is not measured again."""
+
+    def __init__(self, path: Path, context: str) -> None:
+        self._path = path
+        self._context = context
+        self._found: dict[str, Result] = {}
+        lines = path.read_text().splitlines() if path.exists() else []
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                if entry["context"] == context:
+                    config = HySparseConfig(**entry.pop("config"))
+                    del entry["context"]
+                    self._found[_key(config)] = Result(config, **entry)
+            except (ValueError, TypeError, KeyError):
+                continue  # a line that an interruption cut off
+
+    def get(self, config: HySparseConfig) -> Result | None:
+        return self._found.get(_key(config))
+
+    def add(self, result: Result) -> None:
+        self._found[_key(result.config)] = result
+        with self._path.open("a") as file:
+            file.write(json.dumps({"context": self._context, **asdict(result)}) + "\n")
+
+
+def _key(config: HySparseConfig) -> str:
+    return json.dumps(asdict(config), sort_keys=True)
+
+
+def _measure_missing(
+    loaded: LoadedModel,
+    sizes: EngineConfig,
+    samples: Samples,
+    store: _Store,
+    wanted: Sequence[HySparseConfig],
+) -> list[Result]:
+    """Results of settings that differ in their ratio only."""
+    missing = [config for config in wanted if store.get(config) is None]
+    # A compact engine's pools are made for its ratio; a selecting one serves them all.
+    groups = [[one] for one in missing] if wanted[0].mode == "compact" else [missing]
+    for group in groups:
+        if group:
+            with _running(loaded, replace(sizes, hysparse=group[0], guard=UNGUARDED)) as engine:
+                for config in group:
+                    store.add(_measure(loaded, engine, samples, config))
+    found = [store.get(config) for config in wanted]
+    return [each for each in found if each is not None]
+
+
+@contextmanager
+def _running(loaded: LoadedModel, config: EngineConfig) -> Iterator[Engine]:
+    engine = Engine(loaded, config).start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def _measure(
+    loaded: LoadedModel, engine: Engine, samples: Samples, config: HySparseConfig
+) -> Result:
+    wish = SparseOptions(sparsity_ratio=config.sparsity_ratio)
+    requests = []
+    for ids in samples.texts:
+        prompt, forced = ids[: -samples.predicted], ids[-samples.predicted :]
+        params = GenerationParams(
+            len(forced), ignore_eos=True, top_n_tokens=1, forced_ids=forced, sparse=wish
+        )
+        requests.append((tuple(prompt), params))
+    answers = _run(engine, requests)
+    events = [event for tokens, _ in answers for event in tokens]
+    mean = sum(event.token.logprob for event in events) / len(events)
+    first = sum(event.token.id in {top.id for top in event.top_tokens} for event in events)
+    told = [done.usage.sparse for _, done in answers]
+    read = sum(each.tiles_read for each in told if each)
+    total = sum(each.tiles_total for each in told if each)
+    depth = len(loaded.geometry.layers)
+    sparse = len(config.sparse_layers(depth))
+    return Result(
+        config,
+        perplexity=math.exp(-mean),
+        top1=first / len(events),
+        tasks=_answered(loaded, engine, samples.tasks, wish),
+        skipped=(1.0 - read / total) * sparse / depth if total else 0.0,
+    )
+
+
+def _answered(
+    loaded: LoadedModel, engine: Engine, tasks: Sequence[Task], wish: SparseOptions
+) -> float | None:
+    if not tasks:
+        return None
+    requests = []
+    for task in tasks:
+        room = len(loaded.tokenizer(task.answer).input_ids) + 8
+        ids = tuple(loaded.tokenizer(task.prompt).input_ids)
+        requests.append((ids, GenerationParams(room, sparse=wish)))
+    answers = _run(engine, requests)
+    pairs = zip(tasks, answers, strict=True)
+    return sum(task.answer in done.generated_text for task, (_, done) in pairs) / len(tasks)
+
+
+def _run(
+    engine: Engine, requests: Sequence[tuple[tuple[int, ...], GenerationParams]]
+) -> list[tuple[list[TokenEvent], RequestDone]]:
+    streams = [
+        engine.submit(GenerationRequest(f"tune-{number}", ids, params))
+        for number, (ids, params) in enumerate(requests)
+    ]
+    answers = []
+    for stream in streams:
+        events = list(stream)
+        last = events[-1]
+        if isinstance(last, RequestFailed):
+            raise BiclError(f"a sample could not be computed: {last.error}") from last.error
+        assert isinstance(last, RequestDone)
+        answers.append(([e for e in events if isinstance(e, TokenEvent)], last))
+    return answers
+
+
+def _sizes(samples: Samples, loaded: LoadedModel) -> EngineConfig:
+    """An engine for all samples at once, of what fits into its share of the memory."""
+    longest = max(map(len, samples.texts))
+    for task in samples.tasks:
+        own = len(loaded.tokenizer(task.prompt).input_ids)
+        longest = max(longest, own + len(loaded.tokenizer(task.answer).input_ids) + 8)
+    if longest > loaded.max_position:
+        raise ConfigError(
+            f"a sample has {longest} tokens, the model was made for {loaded.max_position}; use a "
+            "smaller --context-tokens or shorter tasks"
+        )
+    count = len(samples.texts) + len(samples.tasks)
+    return EngineConfig(
+        max_total_tokens=longest + 1, max_batch_size=min(count, 8), max_waiting=count
+    )
