@@ -64,9 +64,8 @@ class HostStore:
     def remove(self, block: Block) -> None:
         """Forget a block; its slot is free when nobody reads it any more."""
         self._index.remove(block)
-        self.tags.clear([block.place])
         if not block.leases:
-            self._free.append(block.place)
+            self._empty(block)
 
     def lease(self, block: Block) -> None:
         """Keep a block's slot until :meth:`release`."""
@@ -76,7 +75,11 @@ class HostStore:
         for block in blocks:
             block.leases -= 1
             if not block.leases and self._index.get(block.key) is not block:
-                self._free.append(block.place)
+                self._empty(block)
+
+    def _empty(self, block: Block) -> None:
+        self.tags.clear([block.place])
+        self._free.append(block.place)
 
     def match(self, chain: PageChain, first: int, last: int) -> list[Block]:
         """Blocks of the chain's pages ``first .. last``, as far as all are held."""

@@ -421,3 +421,18 @@ def test_measured_rate_decides_what_is_fetched(rig) -> None:
     assert one.tiers.stats().skipped_fetches == 1
     costs.prefill_tokens_per_second = PAGE / 0.0005
     assert not one.tiers.fetch_pays(10_000)
+
+
+def test_flush_lets_a_fetch_under_way_finish(rig, monkeypatch) -> None:
+    """Live requests go on undisturbed; nobody else finds the pages."""
+    one = rig()
+    held = one.save(chain(2 * PAGE), [0, 1])
+    release = blocked(one, monkeypatch, "load", layer=1)
+    fetch = one.tiers.reserve(chain(2 * PAGE), 0, 2).start([4, 5])
+    fetch.join(0)
+    assert one.tiers.flush() == 2
+    release.set()
+    fetch.join_all(LAYERS)
+    assert one.holds([4, 5], held)
+    assert one.tiers.settle(10)
+    assert one.tiers.num_in_host(chain(2 * PAGE), 0, 2) == 0
