@@ -12,6 +12,9 @@ turns:
   indexing and choosing cost
 * ``choice``     index and choice alone, one after the other
 
+``memory``: the same engine in compact mode: pages that a long prompt holds in the sparse layers
+after its prefill, in bytes, beside those of the full cache.
+
 ``step``: a random Llama of 8B shape in the embedded engine's own runner, its CUDA graphs replayed
 on full pages, with and without sparsity, in turns. Weights and pages are random: for time their
 content does not matter.
@@ -35,20 +38,31 @@ import torch
 from bench.kernels import machine
 from bench.kernels.arena import Arena, PagedBatch
 from bench.kernels.shapes import HEAD_DIM, MAIN_HEADS, kv_bytes
+from bench.serving.random_model import random_llama
 from bench.targets import Verdict
 from bench.timing import compare
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.cache.layout import PageLayout
+from bicl.frontends.http.engine import Engine
+from bicl.frontends.http.engine.config import EngineConfig
+from bicl.frontends.http.engine.runner import ModelRunner
+from bicl.frontends.http.loader import LoadedModel
+from bicl.frontends.http.request import GenerationParams, GenerationRequest
 from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
+from bicl.sparse.guard import GuardBounds
 from bicl.sparse.index import index_bytes, make_indexes
 
+SECTIONS = ("layer", "step", "memory")
 PAGE = 64
 SCALE = HEAD_DIM**-0.5
 CONTEXTS = (4096, 32768, 131072)
 BATCHES = (1, 8, 16)
 STEP_BATCH, STEP_CONTEXT = 8, 32768
+COMPACT_RATIO, COMPACT_TOKENS = 0.71, 32000
+SOURCE_GB = 14.3
+"""KV of the source's example, which it says shrinks to 4.1."""
 ARENA_BYTES = 20 << 30
 DRAM_BYTES_PER_US = 4.55e6
 
@@ -119,13 +133,8 @@ def _storing(meta: AttentionMetadata, sparsity: torch.Tensor) -> AttentionMetada
     return replace(meta, slot_mapping=page * PAGE + last % PAGE, sparsity=sparsity)
 
 
-def step_section(ratio: float, rounds: int) -> dict[str, Any]:
+def step_section(loaded: LoadedModel, ratio: float, rounds: int) -> dict[str, Any]:
     """A whole decode step of the embedded engine, dense and sparse."""
-    from bench.serving.random_model import random_llama
-    from bicl.frontends.http.engine.config import EngineConfig
-    from bicl.frontends.http.engine.runner import ModelRunner
-
-    loaded = random_llama("8b", "cuda", torch.bfloat16)
     pages = STEP_CONTEXT // PAGE
     config = EngineConfig(
         max_total_tokens=STEP_CONTEXT,
@@ -168,6 +177,42 @@ def step_section(ratio: float, rounds: int) -> dict[str, Any]:
     }
 
 
+def memory_section(loaded: LoadedModel) -> dict[str, Any]:
+    """What a prompt holds in compact mode, by the pools' own books."""
+    engine = Engine(
+        loaded,
+        EngineConfig(
+            max_total_tokens=STEP_CONTEXT,
+            max_batch_size=1,
+            max_batch_prefill_tokens=8192,
+            prefix_caching=False,
+            cuda_graphs=False,
+            hysparse=HySparseConfig(sparsity_ratio=COMPACT_RATIO, mode="compact"),
+            guard=GuardBounds(min_mass_kept=0.0),  # random weights attend everywhere
+        ),
+    )
+    prompt = tuple(np.random.default_rng(0).integers(4, 1000, COMPACT_TOKENS).tolist())
+    engine.submit(GenerationRequest("r", prompt, GenerationParams(8, ignore_eos=True)))
+    while engine.snapshot().generated_tokens < 2:
+        engine.step()
+    stats = engine.snapshot()
+    layers = loaded.model.config.num_hidden_layers
+    compact = len(HySparseConfig().sparse_layers(layers))
+    page = PageLayout(MAIN_HEADS.kv, HEAD_DIM, torch.bfloat16, PAGE).page_bytes
+    kept = stats.sparse.compact_pages["in_use"] if stats.sparse is not None else 0
+    whole = layers * stats.pages_in_use * page
+    held = ((layers - compact) * stats.pages_in_use + compact * kept) * page
+    return {
+        "ratio": COMPACT_RATIO,
+        "tokens": COMPACT_TOKENS,
+        "full_pages": stats.pages_in_use,
+        "compact_pages": kept,
+        "kept_share": kept / stats.pages_in_use,
+        "bytes": {"full": whole, "compact": held},
+        "source_gb": {"full": SOURCE_GB, "compact": SOURCE_GB * held / whole},
+    }
+
+
 def targets(result: dict[str, Any]) -> list[Verdict]:
     """What was promised of a sparse layer and of a whole step, at ratio 0.65."""
     found = []
@@ -181,6 +226,9 @@ def targets(result: dict[str, Any]) -> list[Verdict]:
     if step := result.get("step"):
         shape = f"{step['batch']} x {step['context']}"
         found.append(Verdict(f"whole step, {shape}", step["speedup"], 1.25, at_most=False))
+    if memory := result.get("memory"):
+        what = f"compact pages of the sparse layers at {memory['ratio']}"
+        found.append(Verdict(what, memory["kept_share"], 0.3, unit=""))
     return found
 
 
@@ -205,9 +253,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("bench/results/hysparse-h200.json"))
     parser.add_argument("--ratio", type=float, default=0.65)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument(
-        "--sections", nargs="+", choices=("layer", "step"), default=("layer", "step")
-    )
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--commit", help="of the sources, where there is no repository to ask")
     return parser.parse_args(arguments)
 
@@ -232,9 +278,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_line(row), flush=True)
         del arena
         torch.cuda.empty_cache()
-    if "step" in options.sections:
-        result["step"] = step = step_section(options.ratio, options.rounds * 3)
-        print(f"step: {step['us']}, {step['speedup']:.2f}x", flush=True)
+    if {"step", "memory"} & set(options.sections):
+        loaded = random_llama("8b", "cuda", torch.bfloat16)
+        if "step" in options.sections:
+            result["step"] = step = step_section(loaded, options.ratio, options.rounds * 3)
+            print(f"step: {step['us']}, {step['speedup']:.2f}x", flush=True)
+        torch.cuda.empty_cache()
+        if "memory" in options.sections:
+            result["memory"] = memory = memory_section(loaded)
+            print(f"memory: {memory}", flush=True)
     verdicts = targets(result)
     result["targets"] = [str(verdict) for verdict in verdicts]
     print("\n".join(result["targets"]))
