@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ __all__ = [
     "ADAPTERS",
     "CASES",
     "CHUNKING",
+    "DISK",
     "HOST",
     "PREFILL_TOKENS",
     "PREFIXES",
@@ -53,6 +55,9 @@ ADAPTERS = ("adapters_side_by_side", "pages_of_another_adapter")
 HOST = ("prefix_from_the_host_tier", "reply_from_the_host_tier", "chunks_after_the_host_tier")
 """Cases that need a host tier."""
 
+DISK = ("prefix_survives_a_restart",)
+"""Cases that need a disk tier, too."""
+
 NEAR_TOKENS = 5  # how many of the likeliest tokens are looked at for a near tie
 
 
@@ -71,6 +76,7 @@ class Bench:
             layers round differently from batch to batch. After it the two go their own ways.
         new_tokens: of a request, where a case says nothing else.
         prefixes: requests may share pages.
+        restart: stops the shards and starts new ones; sets ``shards`` and ``router``.
     """
 
     shards: Shards
@@ -83,6 +89,7 @@ class Bench:
     tie: float = 0.0
     new_tokens: int = 12
     prefixes: bool = True
+    restart: Callable[[], None] = lambda: None
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
         return self.model.prompt(length, f"{length}/{seed}")
@@ -408,6 +415,18 @@ def case_every_page_is_accounted_for(bench: Bench) -> None:
     result = Soak(bench, requests=100).run()
     compared = sum(each["rows"] for each in result["differences"])
     assert compared or bench.kv_bytes == 1
+
+
+def case_prefix_survives_a_restart(bench: Bench) -> None:
+    """In files of every rank's own pages, found again and checked by a new process."""
+    size = 2 * bench.router.page_size
+    first = bench.sequence(bench.prompt(size + 20, 24))
+    bench.router.prefill(first)
+    bench.check(first)
+    bench.restart()
+    second = bench.sequence(first.prompt[:size] + bench.prompt(30, 25))
+    bench.expect_held(second, size)
+    bench.check(second)
 
 
 CASES = {

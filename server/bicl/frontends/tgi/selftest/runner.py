@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -48,10 +49,25 @@ def run_scenario(
             model = make_model(scenario.model, folder)
             adapters = [f"{each}={model.path / each}" for each in scenario.adapters]
             environment["LORA_ADAPTERS"] = ",".join(adapters)
-            shards = Shards(
-                model.path, environment, *scenario.flags, world_size=scenario.world_size
-            )
-            bench = _warm_up(stack.enter_context(shards), model, scenario)
+            if scenario.disk_cache:
+                disk = stack.enter_context(tempfile.TemporaryDirectory(prefix="bicl-disk-"))
+                environment["BICL_DISK_CACHE_DIR"] = disk
+
+            def start() -> Bench:
+                shards = Shards(
+                    model.path, environment, *scenario.flags, world_size=scenario.world_size
+                )
+                return _warm_up(stack.enter_context(shards), model, scenario)
+
+            def restart() -> None:
+                while not all(bench.shards.auditor().settled()):
+                    time.sleep(0.05)
+                bench.shards.stop()
+                fresh = start()
+                bench.shards, bench.router = fresh.shards, fresh.router
+
+            bench = start()
+            bench.restart = restart
         except Exception:
             yield Result(name, START, time.monotonic() - begin, traceback.format_exc())
             return

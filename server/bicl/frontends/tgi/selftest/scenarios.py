@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bicl.frontends.tgi.selftest.cases import ADAPTERS, CASES, CHUNKING, HOST, PREFIXES, Bench
+from bicl.frontends.tgi.selftest.cases import ADAPTERS, CASES, CHUNKING, DISK, HOST, PREFIXES, Bench
 
 __all__ = ["SCENARIOS", "Scenario"]
 
@@ -19,7 +19,7 @@ class Scenario:
         flags, environment, world_size: of the shard.
         without: cases that cannot apply, because TGI itself lacks the feature there.
         adapters: LoRA adapters of the model to load.
-        host_cache: there is a host tier below the pages.
+        host_cache: there is a host tier below the pages, ``disk_cache``: and a disk below that.
         free_bytes: memory that the shard is told to have.
         kv_bytes, exact, new_tokens: as in :class:`Bench`.
     """
@@ -31,6 +31,7 @@ class Scenario:
     without: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     host_cache: bool = False
+    disk_cache: bool = False
     free_bytes: int = 64 << 20
     kv_bytes: int = 4
     exact: bool = True
@@ -41,6 +42,7 @@ class Scenario:
         left_out = {*self.without}
         left_out |= set() if self.adapters else set(ADAPTERS)
         left_out |= set() if self.host_cache else set(HOST)
+        left_out |= set() if self.disk_cache else set(DISK)
         return {name: case for name, case in CASES.items() if name not in left_out}
 
     @property
@@ -77,6 +79,12 @@ SCENARIOS = {
         host_cache=True,
     ),
     "llama-host-cache": Scenario("llama", environment=HOST_CACHE, host_cache=True),
+    "llama-disk-cache": Scenario(
+        "llama",
+        environment=HOST_CACHE | {"BICL_DISK_CACHE_SIZE": "64MiB"},
+        host_cache=True,
+        disk_cache=True,
+    ),
     "llama-host-cache-speculate2": Scenario(
         "llama", ("--speculate", "2"), HOST_CACHE, without=CHUNKING, host_cache=True
     ),
@@ -87,7 +95,7 @@ SCENARIOS = {
         "qwen3", environment=HOST_CACHE, without=CHUNKING, host_cache=True
     ),
     "mixtral": Scenario("mixtral"),
-    "deepseek-v3-head192": Scenario("deepseek-v3-head192", free_bytes=256 << 20),
+    "deepseek-v3-head192": Scenario("deepseek-v3-head192", free_bytes=256 << 20, exact=False),
     "llava-next": Scenario("llava-next", environment={"PREFIX_CACHING": "0"}, without=PREFIXES),
     "smollm2": Scenario("smollm2", free_bytes=384 << 20),
 }
