@@ -273,6 +273,8 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
             stats.queried_tokens,
         ),
         ("bicl_prefix_hit_tokens", "Prompt tokens found in the cache", stats.hit_tokens),
+        ("bicl_block_hits", "Pages of prompts found in some tier", stats.block_hits),
+        ("bicl_block_misses", "Pages computed before and held no more", stats.block_misses),
         (
             "bicl_page_tag_mismatches",
             "Cached pages without their tag, computed anew",

@@ -236,6 +236,8 @@ class CacheManager:
         if self.prefix_cache and reuse and not resumed:
             seq._counts = True
             self.stats.queried_tokens += length
+            arriving_pages = coming.num_pages if coming else 0
+            self._prefixes.count_blocks(ids, namespace, match, arriving_pages, limit)
             arriving = seq.num_host_tokens + seq.num_disk_tokens  # counted when they are there
             self.stats.hit_tokens += seq.num_cached_tokens - arriving
             self.stats.copied_tokens += sum(copy.num_tokens for copy in seq.pending_copies)
@@ -392,6 +394,7 @@ class CacheManager:
         pins = sum(self._pins.forget(space) for space in spaces)
         freed = self._allocator.release(pages)
         self.stats.flushed_pages += len(pages)
+        self._prefixes.forget_computed()
         below = self._arrivals.tiers.flush(adapter_id) if self._arrivals else 0
         return FlushReport(freed, len(pages) - freed, pins, below)
 

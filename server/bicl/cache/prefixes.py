@@ -18,6 +18,10 @@ from bicl.cache.tiers import Promotion, Reservation
 
 __all__ = ["Prefixes"]
 
+MEMORY = 1 << 17
+"""Pages whose keys are remembered after they left, to tell lost pages from new ones; 100 bytes
+each, roughly."""
+
 
 class Prefixes:
     """Finds, adds and evicts cached prefixes.
@@ -48,6 +52,7 @@ class Prefixes:
         self._stats = stats
         self._clock = clock
         self._unsound: set[int] = set()  # indexed pages found without their tag
+        self._computed: dict[bytes, None] = {}  # keys of pages ever added, the last MEMORY of them
 
     # --- find --------------------------------------------------------------------------------
     def match(self, ids: bytes, namespace: Namespace, max_tokens: int) -> Match | None:
@@ -85,6 +90,17 @@ class Prefixes:
         chain, first = self._beyond(ids, namespace, match)
         return self.arrivals.promote(chain, first, max_tokens * ID_BYTES // self.index.page_bytes)
 
+    def count_blocks(
+        self, ids: bytes, namespace: Namespace, match: Match | None, arriving: int, max_tokens: int
+    ) -> None:
+        """Count a prompt's pages that were computed before: those held, and those held no more."""
+        chain, first = self._beyond(ids, namespace, match)
+        page, last = first + arriving, max_tokens * ID_BYTES // self.index.page_bytes
+        self._stats.block_hits += page
+        while page < last and chain.key(page) in self._computed:
+            self._stats.block_misses += 1
+            page += 1
+
     # --- add ---------------------------------------------------------------------------------
     def add(self, node: Node, ids: bytes, pages: list[int], namespace: Namespace) -> Node:
         """Pages that are full now, after ``node``, on which the caller has a lock. Pages that the
@@ -100,6 +116,9 @@ class Prefixes:
         if new:
             keys = self.index.last_keys(node, len(new) + 1)
             self.tags.write(new, keys[1:])
+            self._computed.update(dict.fromkeys(keys[1:]))
+            while len(self._computed) > MEMORY:
+                del self._computed[next(iter(self._computed))]
             if self.arrivals is not None:
                 new_ids = ids[present * self.index.page_bytes :]
                 self.arrivals.tiers.save(self._chain(new_ids, keys, 0, namespace), new)
@@ -124,6 +143,10 @@ class Prefixes:
             self._allocator.release(pages)
             self._stats.evicted_pages += len(pages)
             self._stats.evicted_age_ms += len(pages) * int(1000 * (now - last_used))
+
+    def forget_computed(self) -> None:
+        """Weights changed: nothing was computed before."""
+        self._computed.clear()
 
     def claim(self, pages: Iterable[int]) -> None:
         """These pages are handed out to be written."""

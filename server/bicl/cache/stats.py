@@ -26,6 +26,9 @@ class CacheStats:
         evicted_age_ms: sum over ``evicted_pages`` of the time since their last use.
         flushed_pages: pages that a flush took out of the index.
         refusals: times that a sequence found no room.
+        block_hits: prompts' pages found in any tier.
+        block_misses: prompts' pages that were computed before, but are held no more. What was never
+            computed counts as neither.
         tag_mismatches: indexed pages that did not carry their tag; their tokens were computed anew.
     """
 
@@ -42,6 +45,8 @@ class CacheStats:
     evicted_age_ms: int = 0
     flushed_pages: int = 0
     refusals: int = 0
+    block_hits: int = 0
+    block_misses: int = 0
     tag_mismatches: int = 0
 
 

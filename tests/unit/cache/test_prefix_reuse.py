@@ -331,3 +331,22 @@ def test_foreign_and_ended_sequences_are_refused(pool) -> None:
 def test_settings_that_cannot_work_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="at least"):
         CacheManager(**{"num_pages": 4, "page_size": PAGE, **options})
+
+
+def test_lost_blocks_are_told_from_new_ones() -> None:
+    """What was computed before and left counts as missed; what is new as neither."""
+    pool = SimulatedPool(CacheManager(8, PAGE))
+    first, second = [1] * (4 * PAGE + 1), [2] * (6 * PAGE + 1)
+    pool.serve(first, [])
+    assert (pool.manager.stats.block_hits, pool.manager.stats.block_misses) == (0, 0)
+    pool.serve(first, [])
+    assert (pool.manager.stats.block_hits, pool.manager.stats.block_misses) == (4, 0)
+    pool.serve(second, [])  # drives most of the first out
+    held = pool.manager.cached_tokens(first) // PAGE
+    assert held < 4
+    pool.serve(first, [])
+    stats = pool.manager.stats
+    assert (stats.block_hits, stats.block_misses) == (4 + held, 4 - held)
+    pool.manager.flush()
+    pool.serve(first, [])
+    assert stats.block_misses == 4 - held

@@ -227,6 +227,8 @@ class EngineStats:
             ``copied_tokens`` of the hits came by copy of part of a page, ``host_hit_tokens`` and
             ``disk_hit_tokens`` from these tiers.
         pages_loading: pages that copies still write to although their request is gone.
+        block_hits, block_misses: prompts' pages that were computed before: found in some tier, and
+            held no more.
         tag_mismatches: cached pages that did not carry their tag, and were computed anew.
         evicted_pages: cached pages given up for new ones; ``evicted_age_ms`` is the sum of the
             times since their last use.
@@ -255,6 +257,8 @@ class EngineStats:
     copied_tokens: int = 0
     host_hit_tokens: int = 0
     disk_hit_tokens: int = 0
+    block_hits: int = 0
+    block_misses: int = 0
     tag_mismatches: int = 0
     evicted_pages: int = 0
     evicted_age_ms: int = 0

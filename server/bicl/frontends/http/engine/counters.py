@@ -63,6 +63,8 @@ class Counters:
             copied_tokens=stats.copied_tokens,
             host_hit_tokens=stats.host_hit_tokens,
             disk_hit_tokens=stats.disk_hit_tokens,
+            block_hits=stats.block_hits,
+            block_misses=stats.block_misses,
             tag_mismatches=stats.tag_mismatches,
             evicted_pages=stats.evicted_pages,
             evicted_age_ms=stats.evicted_age_ms,
