@@ -228,6 +228,15 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 // --- memory -------------------------------------------------------------------------------------
+// Of rows whose lines a warp reads in two halves: the first fetches both. Nothing may be writing them.
+__device__ __forceinline__ uint4 load_row(const uint4* address) {
+  uint4 v;
+  asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
 __device__ __forceinline__ int32_t atomic_add_acq_rel(int32_t* address, int32_t value) {
   int32_t old;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");

@@ -18,35 +18,9 @@ struct RowPieces {
   uint4 upper[kStep], lower[kStep];
 };
 
-#ifndef BICL_LOAD
-#define BICL_LOAD 0
-#endif
-// The piece of a row, after the first 4 j, that a lane holds as its j-th.
-__device__ __forceinline__ int piece_of(int j, int lane) {
-#if BICL_LOAD >= 3
-  return 8 * (j / 2) + 2 * (lane % 4) + j % 2;
-#else
-  return 4 * j + lane % 4;
-#endif
-}
-
 __device__ __forceinline__ uint4 load_piece(const uint16_t* row, int piece, int pieces) {
   if (row == nullptr || piece >= pieces) return make_uint4(0, 0, 0, 0);
-#if BICL_LOAD == 0
-  return __ldg(reinterpret_cast<const uint4*>(row) + piece);
-#else
-  uint4 v;
-#if BICL_LOAD == 1
-  asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-#elif BICL_LOAD == 4
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-#else
-  asm volatile("ld.global.nc.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-#endif
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(reinterpret_cast<const uint4*>(row) + piece));
-  return v;
-#endif
+  return ptx::load_row(reinterpret_cast<const uint4*>(row) + piece);
 }
 
 // The lane's pieces of rows `upper` (g) and `lower` (g + 8), from piece `first` on; null rows are zeros.
@@ -54,8 +28,8 @@ __device__ __forceinline__ void load_rows(RowPieces& rows, const uint16_t* upper
                                           int pieces, int lane) {
 #pragma unroll
   for (int j = 0; j < kStep; ++j) {
-    rows.upper[j] = load_piece(upper, first + piece_of(j, lane), pieces);
-    rows.lower[j] = load_piece(lower, first + piece_of(j, lane), pieces);
+    rows.upper[j] = load_piece(upper, first + 4 * j + lane % 4, pieces);
+    rows.lower[j] = load_piece(lower, first + 4 * j + lane % 4, pieces);
   }
 }
 

@@ -229,7 +229,7 @@ class TilesCta {
     for (int item = warp_, block = 0, step = warp_; item < total; item += kWarps, step += kWarps) {
       while (step >= k_.steps) step -= k_.steps, ++block;
       const int query_head = block * 8 + lane_ / 4;
-      int piece = piece_of(step, lane_);
+      int piece = 4 * step + lane_ % 4;
       const float sign = piece < half ? -0.5f : 0.5f;
       if (piece >= half) piece -= half;
       alignas(16) T values[kPieceElements] = {};

@@ -90,6 +90,6 @@ def test_scores_are_vector_loads_and_tensor_core_products() -> None:
     """The index goes from global memory to registers and there into the products; clusters meet
     at barriers (``WorkE2E`` is ``Work::kChoose``)."""
     choose = instructions("tiles_kernel", "tiles_kernelI13__nv_bfloat16Li1ELNS0_4WorkE2E", "sm_90")
-    for instruction in ("LDG.E.128", "HMMA.16816.F32.BF16", "UCGABAR_ARV", "ATOMS"):
+    for instruction in ("LDG.E.LTC128B.128", "HMMA.16816.F32.BF16", "UCGABAR_ARV", "ATOMS"):
         assert instruction in choose
     assert "STL" not in choose, "a register array went to local memory"
