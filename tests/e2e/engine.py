@@ -67,6 +67,23 @@ def _start_engine() -> None:
 
 def build_embedded(client: str, context: Path) -> str:
     """Build the ``embedded`` target on a base made of Debian's packages; its tag."""
+    fill_context(context)
+    run("sh", str(ROOT / "tests" / "e2e" / "make_base_image.sh"), BASE)
+    return build(client, context, "embedded")
+
+
+def build(client: str, context: Path, target: str, *arguments: str) -> str:
+    """Build a target of the Dockerfile; its tag."""
+    tag = f"bicl-{target}"
+    run(
+        client, "build", "--network", "host", "--target", target,
+        "--build-arg", f"EMBEDDED_BASE={BASE}", *arguments, "-t", tag, str(context),
+    )  # fmt: skip
+    return tag
+
+
+def fill_context(context: Path) -> None:
+    """What a checkout would send to the engine, and a torch for the machine's own Python."""
     for name in ("Dockerfile", ".dockerignore", "Makefile"):
         shutil.copy(ROOT / name, context)
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so", "*.whl")
@@ -74,12 +91,6 @@ def build_embedded(client: str, context: Path) -> str:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, context / name, ignore=unwanted)
     _bring_torch(context / "deploy" / "wheels")
-    run("sh", str(ROOT / "tests" / "e2e" / "make_base_image.sh"), BASE)
-    run(
-        client, "build", "--network", "host", "--target", "embedded",
-        "--build-arg", f"EMBEDDED_BASE={BASE}", "-t", "bicl-embedded", str(context),
-    )  # fmt: skip
-    return "bicl-embedded"
 
 
 def _bring_torch(wheels: Path) -> None:
