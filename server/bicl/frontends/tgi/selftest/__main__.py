@@ -9,6 +9,8 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from bicl.errors import ConfigError
 from bicl.frontends.tgi.install import find_patches
 from bicl.frontends.tgi.selftest.runner import run_scenario
@@ -30,6 +32,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"bicl: {error}", file=sys.stderr)
         return 2
+    torch.set_num_threads(1)  # the models are small, and the shards need cores, too
     failed = passed = 0
     with tempfile.TemporaryDirectory(prefix="bicl-selftest-") as temporary:
         folder = options.models or Path(temporary)
