@@ -2,7 +2,7 @@
 
 Runs in an environment with TGI's Python server on a machine with a GPU::
 
-    python -m bench.tgi.step --check
+    python -m bench.tgi.step --check llama llama-host-cache llama-speculate2
     python -m bench.tgi.step --out bench/results/tgi-h200.json
 
 Weights are seeded, N(0, 0.02). Contexts come without prefill: a request claims that all but its
@@ -177,25 +177,30 @@ def time_steps(
     return rows
 
 
-def check(folder: Path) -> None:
-    """The self-test's cases on the GPU, in bf16 with graphs, and log-probabilities beside
-    transformers' own in float32 and in bf16."""
-    model = make_model("llama", folder)
+def check(folder: Path, name: str) -> None:
+    """A scenario of the self-test on the GPU, in bf16 with graphs; for the plain one also
+    log-probabilities beside transformers' own in float32 and in bf16."""
+    scenario = SCENARIOS[name]
+    model = make_model(scenario.model, folder)
     environment = gpu_environment(
-        TEST_FREE_MEMORY=str(64 << 20), BICL_DEBUG_POISON="1", TEST_AUDIT_EVERY="4"
+        TEST_FREE_MEMORY=str(scenario.free_bytes),
+        BICL_DEBUG_POISON="1",
+        TEST_AUDIT_EVERY="4",
+        **scenario.environment,
     )
-    with Shards(model.path, environment, "--dtype", "bfloat16") as shards:
+    with Shards(model.path, environment, "--dtype", "bfloat16", *scenario.flags) as shards:
         router = warm_up(shards, model, cases.PREFILL_TOKENS, cases.TOTAL_TOKENS)
         bench = Bench(shards, router, model, 0, 0, kv_bytes=2, exact=False, tie=0.3)
-        compare_logprobs(bench, model)
-        for name, case in SCENARIOS["llama"].cases.items():
-            if name == "capacity_fills_the_memory_and_no_more":
+        if name == "llama":
+            compare_logprobs(bench, model)
+        for each, case in scenario.cases.items():
+            if each == "capacity_fills_the_memory_and_no_more":
                 continue
             try:
                 case(bench)
-                print(f"ok   {name}", flush=True)
+                print(f"ok   {name} {each}", flush=True)
             except Exception as error:
-                print(f"FAIL {name}: {str(error)[:400]}", flush=True)
+                print(f"FAIL {name} {each}: {str(error)[:400]}", flush=True)
                 router.abandon()
 
 
@@ -248,7 +253,9 @@ def describe(what: str) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write results here, as JSON")
-    parser.add_argument("--check", action="store_true", help="compare, do not time")
+    parser.add_argument(
+        "--check", nargs="+", metavar="SCENARIO", help="run these of the self-test, do not time"
+    )
     parser.add_argument("--commit", default="", help="of the tree, for the result file")
     parser.add_argument("--profile", type=Path, help="write each shape's kernels into this folder")
     parser.add_argument("--impls", default=",".join(IMPLS), help="default: all")
@@ -259,7 +266,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if options.check:
-            check(folder)
+            for name in options.check:
+                check(folder, name)
             return 0
         write_model(folder / "8b")
         for name in options.impls.split(","):

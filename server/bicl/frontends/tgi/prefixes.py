@@ -100,7 +100,7 @@ class _Keeper:
 
     def admit(self, request: Any, token_ids: list[int]) -> _Row | None:
         """Settle what of a request is cached; changes its ``cache_len`` and ``chunk_len``."""
-        if not request.blocks:  # warm-up
+        if not any(request.blocks):  # warm-up, or the router's health check on page 0
             return None
         chain = self.claims.chain(token_ids, request.adapter_id)
         pages, claimed = list(request.blocks), request.cache_len
