@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -52,16 +53,18 @@ def load_presses() -> dict[str, Maker]:
     Raises:
         ImportError: kvpress is not installed.
     """
-    for name in _UNUSED:
-        try:
-            __import__(name)
-        except ImportError:
-            stand_in = types.ModuleType(name)
-            stand_in.load_dataset = None  # type: ignore[attr-defined]
-            stand_in.LRUCache = dict  # type: ignore[attr-defined]
-            stand_in.cached = lambda *_, **__: lambda function: function  # type: ignore[attr-defined]
-            sys.modules[name] = stand_in
-    import kvpress as kv
+    absent = [name for name in _UNUSED if find_spec(name) is None]
+    for name in absent:
+        stand_in: Any = types.ModuleType(name)
+        stand_in.load_dataset = None
+        stand_in.LRUCache = dict
+        stand_in.cached = lambda *_, **__: lambda function: function
+        sys.modules[name] = stand_in
+    try:
+        import kvpress as kv
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
     def ratio(maker: Callable[..., Any]) -> Maker:
         return lambda share, memo: _memoised(maker(compression_ratio=share), memo)
@@ -106,7 +109,7 @@ class PressMasks:
         self._layers = set(layers)
         self._prefixes = sorted(prefixes)
         self._kept = kept
-        self._masks: dict[tuple[str, float, int], torch.Tensor] = {}
+        self._masks: dict[tuple[str, float, int, int], torch.Tensor] = {}
 
     def attach(self, model: Any, context: Context) -> list[Any]:
         """Hook the model's attention layers; remove the handles after reading ``context``."""
@@ -119,12 +122,14 @@ class PressMasks:
                 handles.append(attention.register_forward_hook(hook, with_kwargs=True))
         return handles
 
-    def keep(self, name: str, ratio: float) -> KeepRows:
-        prefixes = torch.tensor(self._prefixes)
+    def keep(self, name: str, rows_a_ratio: int) -> KeepRows:
+        """One press at every ratio, ``rows_a_ratio`` rows each, one prefix for all."""
 
         def choose(layer: int, rows: DecodeRows, own: slice) -> torch.Tensor:
-            which = torch.searchsorted(prefixes.to(rows.shared.device), rows.shared.long())
-            return self._masks[name, ratio, layer][which][..., : len(rows.key)]
+            prefix = len(rows.key)
+            masks = torch.stack([self._masks[name, r, layer, prefix] for r in self._kept])
+            ratio = torch.arange(own.start, own.stop, device=masks.device) // rows_a_ratio
+            return masks[ratio]
 
         return choose
 
@@ -136,17 +141,13 @@ class PressMasks:
                 own[layer].transpose(0, 1)[None] for own in (context.keys, context.values)
             )
             attention = _attention(module, hidden, keys, kwargs["position_embeddings"])
-            masks: dict[tuple[str, float], list[torch.Tensor]] = {}
             for prefix in self._prefixes:
                 shown = _Prefix(module, hidden, keys, values, attention, kwargs, prefix)
                 memo: Memo = {}
                 for name, make in self.presses.items():
                     for ratio, kept in self._kept.items():
-                        mask = torch.zeros(keys.shape[1:3], dtype=torch.bool, device=keys.device)
-                        mask[:, :prefix] = shown.kept_by(make, kept[prefix], memo)
-                        masks.setdefault((name, ratio), []).append(mask)
-            for (name, ratio), own in masks.items():
-                self._masks[name, ratio, layer] = torch.stack(own)
+                        mask = shown.kept_by(make, kept[prefix], memo)
+                        self._masks[name, ratio, layer, prefix] = mask
 
         return hook
 
@@ -179,10 +180,14 @@ class _Prefix:
             return everything
         # kvpress keeps int(n * (1 - ratio)): half a token more survives its rounding.
         press = make(1.0 - (kept + 0.5) / keys.shape[2], memo)
+        observes = type(press).__name__ == "ObservedAttentionPress"
+        attention = self._attention if observes else None  # as without eager attention
+        shown = (module, self._hidden, keys, self._values, attention, self._kwargs)
+        if _only_scores(press):  # what its compress would do, without moving keys
+            best = press.score(*shown)[0].topk(kept, dim=-1).indices
+            return torch.zeros_like(everything).scatter_(1, best, True)
         module.masked_key_indices = None
-        left, _ = press.compress(
-            module, self._hidden, keys, self._values, self._attention, self._kwargs
-        )
+        left, _ = press.compress(*shown)
         if module.masked_key_indices is not None:  # budgets by head: marked, not removed
             _, head, place = module.masked_key_indices
             everything[head, place] = False
@@ -190,6 +195,13 @@ class _Prefix:
             return everything
         pairs = zip(keys[0], left[0], strict=True)
         return torch.stack([torch.isin(_fingerprint(a), _fingerprint(b)) for a, b in pairs])
+
+
+def _only_scores(press: Any) -> bool:
+    """Whether ``compress`` is kvpress's own: keep the keys of the best scores."""
+    import kvpress
+
+    return type(press).compress is kvpress.ScorerPress.compress
 
 
 def _fingerprint(keys: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ say ``exercised: false``.
 Perplexity: 64 tokens decoded after each of several prefixes of a text; ``perplexity_change`` is
 exp(mean difference of the negative log-likelihoods to dense) - 1, ``perplexity_change_se`` its
 standard error over the prefixes. Tasks: an answer counts if greedy decoding would give it token
-for token; ``of_dense`` compares with dense decoding of the same questions.
+for token; compare with what dense decoding gets right of the same questions. Tasks that the dense
+model itself mostly fails (``told_apart: false``) are listed, but in no sum.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ from bicl.sparse.variants import VARIANTS, Choice, DecodeRows, kept_keys
 __all__ = ["main"]
 
 PAGE = 64
-RATIOS = (0.3, 0.5, 0.65, 0.7, 0.8, 0.9)
-PREFIXES = (1024, 2048, 4096, 6144, 8064)
+RATIOS = (0.3, 0.5, 0.65, 0.8, 0.9)
+PREFIXES = (1024, 2048, 4096, 8064)
 STEPS = 64
 LENGTHS = (1024, 4096, 8064)
+QUICK = (704,)
+"""Prefix and length of ``--quick``, which lowers the floor to 256 tokens: does it run at all?"""
 DENSE_ENOUGH = 0.5
 """Tasks that the dense model solves less often than this say nothing about a cache."""
 
@@ -105,10 +108,13 @@ class Arena:
         result["dense", 0.0] = logits.pop("dense")[0]
         for name, own in logits.items():
             result |= {(name, ratio): own[i] for i, ratio in enumerate(self.ratios)}
-        for name in self.presses if masks else ():
-            choices = {f"{ratio}": (1, masks.keep(name, ratio)) for ratio in self.ratios}
-            for ratio, own in self._run(context, episodes, choices).items():
-                result[f"kvpress {name}", float(ratio)] = own[0]
+        choices = {
+            f"kvpress {name}": (len(self.ratios), masks.keep(name, rows))
+            for name in self.presses
+            if masks
+        }
+        for name, own in (self._run(context, episodes, choices) if choices else {}).items():
+            result |= {(name, ratio): own[i] for i, ratio in enumerate(self.ratios)}
         return result
 
     def _run(
@@ -144,81 +150,115 @@ def _keep_all(layer: int, rows: DecodeRows, own: slice) -> torch.Tensor:
 
 
 # --- perplexity -------------------------------------------------------------------------------
-def perplexity(arena: Arena, kind: str, count: int, longest: int) -> list[dict[str, Any]]:
-    """One row a configuration and prefix length, over ``count`` texts of a kind."""
-    losses: dict[tuple[str, float], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    prefixes = [p for p in PREFIXES if p + STEPS <= longest]
-    sources = []
-    for text in read_kind(kind):
-        ids = arena.model.encode(text)[: prefixes[-1] + STEPS + 1]
-        if len(ids) <= prefixes[-1] + STEPS or len(sources) == count:
-            continue
-        sources.append(digest(text))
-        context, masks = arena.read(ids[: prefixes[-1]], prefixes)
-        for prefix in prefixes:  # one at a time: the logits of all would not fit
+class Perplexity:
+    """Negative log-likelihoods of ``STEPS`` tokens after each prefix of each piece of one kind."""
+
+    def __init__(self, arena: Arena, kind: str, prefixes: Sequence[int]) -> None:
+        self._arena = arena
+        self._kind = kind
+        self._prefixes = prefixes
+        self._texts = self._pieces()
+        self._losses: dict[tuple[str, float], dict[int, list[float]]] = {}
+
+    def _pieces(self) -> list[torch.Tensor]:
+        length = self._prefixes[-1] + STEPS + 1
+        ids = self._arena.model.encode(read_kind(self._kind))
+        return list(ids.split(length))[: len(ids) // length]
+
+    def measure(self, number: int) -> None:
+        """The piece ``number`` of the text, if it is that long."""
+        if number >= len(self._texts):
+            return
+        ids, arena = self._texts[number], self._arena
+        context, masks = arena.read(ids[: self._prefixes[-1]], self._prefixes)
+        for prefix in self._prefixes:
             episode = Episode(prefix, ids[prefix : prefix + STEPS])
             target = ids[prefix + 1 : prefix + STEPS + 1]
             for name, logits in arena.decode(context.first(prefix), masks, [episode]).items():
-                loss = torch.nn.functional.cross_entropy(logits[0], target)
-                losses[name][prefix].append(loss.item())
-    rows = []
-    for (name, ratio), by_prefix in losses.items():
-        for prefix, values in by_prefix.items():
-            dense = losses["dense", 0.0][prefix]
-            rows.append(
-                {
-                    "measure": "perplexity",
-                    "kind": kind,
-                    "tokens": prefix,
-                    "name": name,
-                    "ratio": ratio,
-                    "kept": arena.kept(prefix + 1).get(ratio, prefix + 1) / (prefix + 1),
-                    "exercised": arena.kept(prefix + 1).get(ratio, prefix + 1) <= prefix,
-                    "texts": sources,
-                    "perplexity": math.exp(_mean(values)),
-                    "differences": [a - b for a, b in zip(values, dense, strict=True)],
-                }
-            )
-    return rows
+                loss = torch.nn.functional.cross_entropy(logits[0], target).item()
+                self._losses.setdefault(name, {}).setdefault(prefix, []).append(loss)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One a configuration and prefix."""
+        rows = []
+        for (name, ratio), by_prefix in self._losses.items():
+            for prefix, values in by_prefix.items():
+                kept = self._arena.kept(prefix + 1).get(ratio, prefix + 1)
+                dense = self._losses["dense", 0.0][prefix]
+                differences = [a - b for a, b in zip(values, dense, strict=True)]
+                rows.append(
+                    {
+                        "measure": "perplexity",
+                        "kind": self._kind,
+                        "tokens": prefix,
+                        "name": name,
+                        "ratio": ratio,
+                        "kept": kept / (prefix + 1),
+                        "exercised": kept <= prefix,
+                        "texts": len(values),
+                        "perplexity": math.exp(_mean(values)),
+                        "differences": [round(d, 6) for d in differences],
+                    }
+                )
+        return rows
 
 
 # --- tasks ------------------------------------------------------------------------------------
-def task(arena: Arena, name: str, tokens: int, count: int, aware: bool) -> list[dict[str, Any]]:
-    """``aware``: the question is part of the prompt, else it comes after it, token by token."""
-    model = arena.model
-    samples = make_samples(name, tokens - 64, count, seed=1, size=lambda t: len(model.encode(t)))
-    right: dict[tuple[str, float], int] = defaultdict(int)
-    asked, kept, lengths = 0, defaultdict(list), []
-    for sample in samples:
-        for ids, episodes, spans in _episodes(model, sample, aware):
+class Task:
+    """Questions of one task at one length.
+
+    Args:
+        aware: the question is part of the prompt; else it comes after it, token by token, and is
+            decoded like the answer.
+    """
+
+    def __init__(self, arena: Arena, name: str, tokens: int, aware: bool) -> None:
+        self._arena = arena
+        self._name = name
+        self._tokens = tokens
+        self._aware = aware
+        self._right: dict[tuple[str, float], int] = defaultdict(int)
+        self._asked = 0
+        self._kept: dict[float, list[float]] = defaultdict(list)
+
+    def measure(self, number: int) -> None:
+        """The sample ``number``."""
+        model = self._arena.model
+        (sample,) = make_samples(
+            self._name, self._tokens - 64, 1, seed=number, size=lambda text: len(model.encode(text))
+        )
+        for ids, episodes, spans in _episodes(model, sample, self._aware):
             prefix = episodes[0].prefix
-            lengths.append(prefix)
-            context, masks = arena.read(ids[:prefix], [prefix])
-            asked += len(episodes)
-            for ratio, tokens_kept in arena.kept(prefix + 1).items():
-                kept[ratio].append(tokens_kept / (prefix + 1))
-            for key, logits in arena.decode(context, masks, episodes).items():
+            context, masks = self._arena.read(ids[:prefix], [prefix])
+            self._asked += len(episodes)
+            for ratio, kept in self._arena.kept(prefix + 1).items():
+                self._kept[ratio].append(kept / (prefix + 1))
+            for key, logits in self._arena.decode(context, masks, episodes).items():
                 best = logits.argmax(-1)
                 for row, episode, (begin, end) in zip(best, episodes, spans, strict=True):
-                    right[key] += torch.equal(row[begin - 1 : end - 1], episode.ids[begin:end])
-    dense = right["dense", 0.0]
-    return [
-        {
-            "measure": "task",
-            "task": name,
-            "tokens": tokens,
-            "aware": aware,
-            "name": key,
-            "ratio": ratio,
-            "kept": _mean(kept[ratio]) if kept[ratio] else 1.0,
-            "exercised": bool(kept[ratio]) and min(kept[ratio]) < 1.0,
-            "questions": asked,
-            "accuracy": number / asked,
-            "of_dense": number / dense if dense else None,
-            "told_apart": dense / asked >= DENSE_ENOUGH,
-        }
-        for (key, ratio), number in right.items()
-    ]
+                    same = torch.equal(row[begin - 1 : end - 1], episode.ids[begin:end])
+                    self._right[key] += same
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One a configuration."""
+        dense = self._right["dense", 0.0]
+        return [
+            {
+                "measure": "task",
+                "task": self._name,
+                "tokens": self._tokens,
+                "aware": self._aware,
+                "name": name,
+                "ratio": ratio,
+                "kept": _mean(self._kept.get(ratio, [1.0])),
+                "exercised": min(self._kept.get(ratio, [1.0])) < 1.0,
+                "questions": self._asked,
+                "right": number,
+                "dense_right": dense,
+                "told_apart": dense >= DENSE_ENOUGH * self._asked,
+            }
+            for (name, ratio), number in self._right.items()
+        ]
 
 
 def _episodes(
@@ -230,13 +270,11 @@ def _episodes(
         (model.encode(question), model.encode(answer))
         for question, answer in zip(sample.questions, sample.answers, strict=True)
     ]
-    if aware:
-        result = []
-        for question, answer in pairs:
-            prompt = torch.cat((context, question))
-            episode = Episode(len(prompt) - 1, torch.cat((prompt[-1:], answer)))
-            result.append((prompt, [episode], [(1, 1 + len(answer))]))
-        return result
+    if aware:  # a context of its own for each question: one is enough
+        question, answer = pairs[0]
+        prompt = torch.cat((context, question))
+        episode = Episode(len(prompt) - 1, torch.cat((prompt[-1:], answer)))
+        return [(prompt, [episode], [(1, 1 + len(answer))])]
     longest = max(len(q) + len(a) for q, a in pairs)
     episodes, spans = [], []
     for question, answer in pairs:
@@ -259,8 +297,9 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             own["differences"] += row["differences"]
             own["kept"].append(row["kept"])
         elif row["told_apart"]:
-            own["right"].append(row["accuracy"] * row["questions"])
-            own["dense"].append(row["accuracy"] * row["questions"] / (row["of_dense"] or math.inf))
+            own["right"].append(row["right"])
+            own["dense"].append(row["dense_right"])
+            own["questions"].append(row["questions"])
     summary = []
     for (name, ratio), own in groups.items():
         differences = own["differences"]
@@ -275,7 +314,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if own["right"] and sum(own["dense"]):
             row |= {
                 "task_accuracy_of_dense": sum(own["right"]) / sum(own["dense"]),
-                "questions": round(sum(own["dense"])),
+                "questions": sum(own["questions"]),
             }
         summary.append(row)
     return sorted(summary, key=lambda r: (r["ratio"], r.get("perplexity_change", 0.0)))
@@ -296,22 +335,29 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def run(arena: Arena, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All measurements, with a bar."""
-    rows: list[dict[str, Any]] = []
-    lengths = [length for length in LENGTHS if length <= options.longest]
-    work = [("perplexity", kind, 0, False) for kind in KINDS]
-    work += [("task", name, n, aware) for name in TASKS for n in lengths for aware in (False, True)]
-    if options.only:
-        work = [each for each in work if options.only.startswith(each[0])]
-    with tqdm(work, disable=options.quiet) as bar:
-        for measure, what, tokens, aware in bar:
-            bar.set_description(f"{what} {tokens or ''}")
-            if measure == "perplexity":
-                rows += perplexity(arena, what, options.texts, options.longest)
-            else:
-                rows += task(arena, what, tokens, options.samples, aware)
-    return rows
+def run(arena: Arena, options: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
+    """Rounds of one text of each kind and one sample of each task until time or rounds are over.
+
+    Every round covers everything, so that a shorter run is a smaller sample, not another one.
+    """
+    prefixes, lengths = (QUICK, QUICK) if options.quick else (PREFIXES, LENGTHS)
+    work: list[Perplexity | Task] = []
+    if options.only != "tasks":
+        work += [Perplexity(arena, kind, prefixes) for kind in KINDS]
+    if options.only != "perplexity":
+        work += [
+            Task(arena, name, length, aware)
+            for aware in (False, True)
+            for length in lengths
+            for name in TASKS
+        ]
+    with tqdm(total=options.rounds * len(work), disable=options.quiet) as bar:
+        for number in range(options.rounds):
+            for each in work:
+                if time.perf_counter() < deadline or number == 0:
+                    each.measure(number)
+                bar.update()
+    return [row for each in work for row in each.rows()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -322,9 +368,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("bench/results/hysparse-quality.json"))
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--variants", nargs="+", default=[*VARIANTS, "bounds unfitted"])
-    parser.add_argument("--texts", type=int, default=6, help="of each kind")
-    parser.add_argument("--samples", type=int, default=8, help="of each task and length")
-    parser.add_argument("--longest", type=int, default=8192, help="tokens")
+    parser.add_argument("--rounds", type=int, default=6, help="texts of each kind, samples a task")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no work after these")
+    parser.add_argument("--quick", action="store_true", help="short contexts: does it run at all?")
     parser.add_argument("--no-presses", action="store_true")
     parser.add_argument("--only", choices=["perplexity", "tasks"])
     parser.add_argument("--quiet", action="store_true")
@@ -335,13 +381,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         presses = {} if options.no_presses else load_presses()
     except ImportError as error:
         missing.append(f"kvpress ({error})")
+    torch.set_float32_matmul_precision("high")
     model = load_model(options.model, options.device)
-    config = HySparseConfig()
+    config = HySparseConfig(floor_tokens=256) if options.quick else HySparseConfig()
     layers = config.sparse_layers(model.depth)
     bounds = load_gate(options.gate) if options.gate else BoundGate(layers, model.head_dim)
     gate = SpatialGate(model.head_dim)
     arena = Arena(model, config, options.ratios, options.variants, presses, bounds, gate)
-    rows = run(arena, options)
+    rows = run(arena, options, started + options.seconds)
     summary = summarise(rows)
     print_table(summary, options.ratios)
     meta = machine(
@@ -351,6 +398,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sparse_layers=layers,
         depth=model.depth,
         floor_tokens=config.floor_tokens,
+        texts={kind: digest(read_kind(kind)) for kind in KINDS},
         gate=str(options.gate) if options.gate else "analytic start",
         missing=missing,
         seconds=round(time.perf_counter() - started, 1),

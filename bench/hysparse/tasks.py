@@ -4,7 +4,7 @@ Every question ends where the answer begins, and the answer is what a greedy dec
 with, token for token. Haystacks are real paragraphs (``texts.prose_paragraphs``).
 
 ``needle``      one sentence with a number, asked for by its own beginning (RULER: NIAH single)
-``multikey``    eight such sentences, one asked for (NIAH multi-key)
+``multikey``    four such sentences, one asked for (NIAH multi-key)
 ``variables``   assignments ``VAR X = VAR Y``, a chain of two among distractors (variable tracking)
 ``words``       which of the words of a long list comes up far more often (common words)
 ``recite``      continue a passage that stands far back, from its first words (verbatim recall)
@@ -73,7 +73,7 @@ _WORDS = (
     "smoke",
     "queen",
 )
-_KEYS = 8
+_KEYS = 4
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def _hide(rng: random.Random, hay: list[str], needles: list[str]) -> str:
 
 
 def _sentences(rng: random.Random, count: int) -> list[tuple[str, str]]:
-    names = rng.sample([f"{a} {n}" for a in _ADJECTIVES for n in _NOUNS], count)
+    pairs = zip(rng.sample(_ADJECTIVES, count), rng.sample(_NOUNS, count), strict=True)
+    names = [f"{adjective} {noun}" for adjective, noun in pairs]
     return [
         (f"The special magic number for {name} is", f" {rng.randrange(10**5, 10**6)}")
         for name in names
@@ -125,7 +126,7 @@ def _needle(rng: random.Random, tokens: int, size: Count) -> Sample:
 
 def _multikey(rng: random.Random, tokens: int, size: Count) -> Sample:
     pairs = _sentences(rng, _KEYS)
-    return _numbers("multikey", rng, tokens, size, pairs, rng.sample(pairs, 4))
+    return _numbers("multikey", rng, tokens, size, pairs, pairs)
 
 
 def _numbers(
@@ -155,7 +156,7 @@ def _variables(rng: random.Random, tokens: int, size: Count) -> Sample:
         lines.append(f"VAR {first} = {value}. VAR {second} = VAR {first} = {value}.")
         lines.append(f"VAR {third} = VAR {second} = {value}.")
     hay = _haystack(rng, tokens - sum(size(n + "\n\n") for n in lines), size)
-    asked = rng.sample(list(zip(chains, values, strict=True)), 2)
+    asked = list(zip(chains, values, strict=True))
     return Sample(
         "variables",
         _hide(rng, hay, lines),
@@ -180,13 +181,13 @@ def _words(rng: random.Random, tokens: int, size: Count) -> Sample:
 
 def _recite(rng: random.Random, tokens: int, size: Count) -> Sample:
     hay = _haystack(rng, tokens, size)
-    asked = rng.sample([p for p in hay[: len(hay) * 3 // 4] if len(p.split()) > 26], 3)
+    asked = rng.sample([p for p in hay[: len(hay) * 3 // 4] if len(p.split()) > 20], 6)
     pieces = [paragraph.split() for paragraph in asked]
     return Sample(
         "recite",
         "\n\n".join(hay) + "\n\n",
-        tuple(" ".join(words[:14]) for words in pieces),
-        tuple(" " + " ".join(words[14:22]) for words in pieces),
+        tuple(" ".join(words[:10]) for words in pieces),
+        tuple(" " + " ".join(words[10:16]) for words in pieces),
     )
 
 

@@ -15,20 +15,20 @@ from pathlib import Path
 __all__ = ["KINDS", "digest", "prose_paragraphs", "read_kind"]
 
 CODE = (
-    "argparse.py", "inspect.py", "tarfile.py", "typing.py", "subprocess.py", "zipfile.py",
+    "inspect.py", "tarfile.py", "typing.py", "subprocess.py", "zipfile.py",
     "ipaddress.py", "difflib.py", "doctest.py", "pickle.py",
 )  # fmt: skip
-LEGAL = ("GPL-3", "GFDL-1.3", "MPL-2.0", "LGPL-2.1", "Apache-2.0", "GPL-2")
+LEGAL = ("GFDL-1.3", "MPL-2.0", "LGPL-2.1", "Apache-2.0", "GFDL-1.2", "MPL-1.1", "GPL-2", "GPL-1")
 NO_PROSE = (">>>", "+--", "::=", "---")
 TOPICS = (
     "specialnames", "compound", "formatstrings", "types", "debugger", "typesseq", "assignment",
-    "exprlists", "execmodel", "import", "comparisons", "customization",
+    "exprlists", "execmodel", "import", "comparisons", "customization", "string-methods",
 )  # fmt: skip
 
 
-def read_kind(kind: str) -> list[str]:
-    """The texts of one kind, in a fixed order."""
-    return KINDS[kind]()
+def read_kind(kind: str) -> str:
+    """The texts of one kind, one after the other in a fixed order."""
+    return "\n\n".join(KINDS[kind]())
 
 
 def prose_paragraphs() -> list[str]:
