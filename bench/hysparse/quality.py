@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import logging
 import math
 import time
 from collections import defaultdict
@@ -42,6 +43,8 @@ from bicl.sparse.sgm import BoundGate, SpatialGate
 from bicl.sparse.variants import VARIANTS, Choice, DecodeRows, kept_keys
 
 __all__ = ["main"]
+
+log = logging.getLogger(__name__)
 
 PAGE = 64
 RATIOS = (0.3, 0.5, 0.65, 0.8, 0.9)
@@ -160,6 +163,10 @@ class Perplexity:
         self._texts = self._pieces()
         self._losses: dict[tuple[str, float], dict[int, list[float]]] = {}
 
+    @property
+    def title(self) -> str:
+        return f"perplexity {self._kind}"
+
     def _pieces(self) -> list[torch.Tensor]:
         length = self._prefixes[-1] + STEPS + 1
         ids = self._arena.model.encode(read_kind(self._kind))
@@ -220,6 +227,10 @@ class Task:
         self._right: dict[tuple[str, float], int] = defaultdict(int)
         self._asked = 0
         self._kept: dict[float, list[float]] = defaultdict(list)
+
+    @property
+    def title(self) -> str:
+        return f"{self._name} {self._tokens}{' aware' if self._aware else ''}"
 
     def measure(self, number: int) -> None:
         """The sample ``number``."""
@@ -354,8 +365,11 @@ def run(arena: Arena, options: argparse.Namespace, deadline: float) -> list[dict
     with tqdm(total=options.rounds * len(work), disable=options.quiet) as bar:
         for number in range(options.rounds):
             for each in work:
-                if time.perf_counter() < deadline or number == 0:
-                    each.measure(number)
+                if time.perf_counter() > deadline:
+                    return [row for each in work for row in each.rows()]
+                began = time.perf_counter()
+                each.measure(number)
+                log.info("%s: %.2f s", each.title, time.perf_counter() - began)
                 bar.update()
     return [row for each in work for row in each.rows()]
 
@@ -381,6 +395,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         presses = {} if options.no_presses else load_presses()
     except ImportError as error:
         missing.append(f"kvpress ({error})")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_float32_matmul_precision("high")
     model = load_model(options.model, options.device)
     config = HySparseConfig(floor_tokens=256) if options.quick else HySparseConfig()
