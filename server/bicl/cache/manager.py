@@ -354,7 +354,8 @@ class CacheManager:
     def pin(
         self, token_ids: TokenIds, namespace: Namespace = BASE, ttl_seconds: float | None = None
     ) -> int:
-        """Protect the cached whole pages of a prefix from eviction.
+        """Protect the cached whole pages of a prefix from eviction: those in the pool, and those
+        that follow them in host memory.
 
         Pinning the same tokens again renews the time and covers what was cached since.
 
@@ -367,17 +368,23 @@ class CacheManager:
             Tokens protected; 0 if the prefix is not cached, and then there is no pin.
 
         Raises:
-            CapacityError: pins would protect more than ``max_pinned_pages``.
+            CapacityError: pins would protect more than ``max_pinned_pages``, or than half of host
+                memory.
             InvalidInputError: ``ttl_seconds`` is not positive.
         """
         if ttl_seconds is not None and not ttl_seconds > 0:
             raise InvalidInputError(f"ttl_seconds is {ttl_seconds}; a positive time is needed")
         ttl = math.inf if ttl_seconds is None else ttl_seconds
-        return self._pins.pin(pack_ids(token_ids), namespace, ttl) * self.page_size
+        ids = pack_ids(token_ids)
+        pages = self._pins.pin(ids, namespace, ttl)
+        below = self._prefixes.pin_below(ids, namespace, pages, ttl)
+        return (pages + below) * self.page_size
 
     def unpin(self, token_ids: TokenIds, namespace: Namespace = BASE) -> bool:
         """Take a pin off. False if these tokens have none (never set, expired or flushed)."""
-        return self._pins.unpin(pack_ids(token_ids), namespace)
+        ids = pack_ids(token_ids)
+        below = self._prefixes.unpin_below(ids, namespace)
+        return self._pins.unpin(ids, namespace) or below
 
     def flush(self, adapter_id: str | None = None) -> FlushReport:
         """Forget all prefixes, because the weights changed; or those of one adapter.

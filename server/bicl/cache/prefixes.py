@@ -101,6 +101,20 @@ class Prefixes:
             self._stats.block_misses += 1
             page += 1
 
+    def pin_below(self, ids: bytes, namespace: Namespace, first: int, ttl_seconds: float) -> int:
+        """Pin what host memory holds from page ``first`` on. Returns how many pages."""
+        if self.arrivals is None:
+            return 0
+        chain = self._chain(ids, [self.index.root_key(namespace)], 0, namespace)
+        return self.arrivals.tiers.pin(chain, first, chain.num_pages, ttl_seconds)
+
+    def unpin_below(self, ids: bytes, namespace: Namespace) -> bool:
+        """Take pins off in host memory. False: there were none."""
+        if self.arrivals is None:
+            return False
+        chain = self._chain(ids, [self.index.root_key(namespace)], 0, namespace)
+        return self.arrivals.tiers.unpin(chain)
+
     # --- add ---------------------------------------------------------------------------------
     def add(self, node: Node, ids: bytes, pages: list[int], namespace: Namespace) -> Node:
         """Pages that are full now, after ``node``, on which the caller has a lock. Pages that the

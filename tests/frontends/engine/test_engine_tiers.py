@@ -457,3 +457,23 @@ def test_started_engine_measures_and_serves(tiny, tmp_path: Path) -> None:
         assert costs.prefill_tokens_per_second > 0
         results = [generate(engine, request(ids))[0] for _ in range(2)]
     assert results[0].ids == results[1].ids
+
+
+def test_pin_protects_what_only_host_memory_holds(tiny) -> None:
+    ids, one_page = prompt(200), 3 * 2 * 2 * 64 * 64 * 4
+    with tiered(tiny, host_cache_bytes=10 * one_page) as engine:
+        serve(engine, request(ids))
+        forget_pool(engine)
+        manager = engine._scheduler.manager
+        assert manager.pin(ids) == 192
+        for seed in range(1, 6):
+            serve(engine, request(prompt(300, seed=seed)))
+            forget_pool(engine)
+        assert serve(engine, request(ids))[0].done.usage.cached_host_tokens == 192
+        forget_pool(engine)
+        assert manager.unpin(ids)
+        assert not manager.unpin(prompt(200, seed=99))
+        for seed in range(6, 11):
+            serve(engine, request(prompt(300, seed=seed)))
+            forget_pool(engine)
+        assert serve(engine, request(ids))[0].done.usage.cached_tokens == 0

@@ -16,8 +16,9 @@ import re
 import shutil
 import struct
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -58,6 +59,7 @@ class DiskStore:
         page_bytes: bytes of one page in all layers.
         max_bytes: of all files together; the least recently used pages leave first.
         policy: name of the eviction policy.
+        clock: seconds that only grow, for the expiry of pins.
 
     Raises:
         ConfigError: the folder cannot be used, another process uses it for the same model, or
@@ -72,7 +74,9 @@ class DiskStore:
         page_bytes: int,
         max_bytes: int,
         policy: str = "lru",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.file_bytes = HEADER_BYTES + page_bytes
         self.max_bytes = max_bytes
         if max_bytes < self.file_bytes:
@@ -114,6 +118,13 @@ class DiskStore:
         """Pages of one chain were asked for, given first to last."""
         with self._mutex:
             self._touch(keys)
+
+    def pin(self, keys: list[bytes], until: float) -> None:
+        """Do not evict those of these pages that are here before ``until``; 0 takes a pin off."""
+        with self._mutex:
+            for block in (self._index.get(key) for key in keys):
+                if block is not None:
+                    block.pinned_until = until
 
     def write(self, key: bytes, parent: bytes, ids: bytes, group: str, page: memoryview) -> bool:
         """Store a page; False if it is there already or was flushed meanwhile.
@@ -243,7 +254,7 @@ class DiskStore:
         while self.num_bytes + self.file_bytes > self.max_bytes:
             while self.used_elsewhere:
                 self._touch(self.used_elsewhere.popleft())
-            victim = self._index.victim(lambda block: not block.pinned)
+            victim = self._index.victim(lambda block: block.pinned_until <= self._clock())
             if victim is None:
                 return False
             self._delete(victim)

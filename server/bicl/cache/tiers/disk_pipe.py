@@ -115,6 +115,9 @@ class DiskPipe:
             self._host.lease(block)
             self._behind.append(block)
 
+    def pin(self, keys: list[bytes], until: float) -> None:
+        self._store.pin(keys, until)
+
     def flush(self, group: str | None) -> int:
         with self._changed:
             self._epoch += 1

@@ -5,14 +5,16 @@ Not thread-safe: :class:`bicl.cache.tiers.PageTiers` holds its lock around every
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from bicl.cache.keys import PageChain
 from bicl.cache.policy import make_policy
 from bicl.cache.tags import PageTags
 from bicl.cache.tiers.arena import HostArena
 from bicl.cache.tiers.index import Block, BlockIndex
+from bicl.errors import CapacityError
 
 __all__ = ["HostStore"]
 
@@ -24,10 +26,16 @@ class HostStore:
     tag: a slot that was given away or never filled is not read.
     """
 
-    def __init__(self, arena: HostArena, policy: str = "lru") -> None:
+    def __init__(
+        self,
+        arena: HostArena,
+        policy: str = "lru",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.arena = arena
         self.tags = PageTags()
         self.evicted_pages = 0
+        self._clock = clock
         # Chains used in the pool; looked at only when something must leave.
         self.used_elsewhere: deque[Sequence[bytes]] = deque(maxlen=4096)
         self._free = list(range(arena.num_slots - 1, -1, -1))
@@ -45,7 +53,8 @@ class HostStore:
             while self.used_elsewhere:
                 found = (self._index.get(key) for key in self.used_elsewhere.popleft())
                 self._index.touch(block for block in found if block is not None)
-            victim = self._index.victim(lambda block: not block.leases and not block.pinned)
+            now = self._clock()
+            victim = self._index.victim(lambda b: not b.leases and b.pinned_until <= now)
             if victim is None:
                 return None
             self.remove(victim)
@@ -93,6 +102,31 @@ class HostStore:
 
     def touch(self, blocks: list[Block]) -> None:
         self._index.touch(blocks)
+
+    def pin(self, blocks: Sequence[Block], until: float) -> None:
+        """Do not evict these blocks before ``until``.
+
+        Raises:
+            CapacityError: pins would protect more than half of the slots.
+        """
+        now, limit = self._clock(), self.arena.num_slots // 2
+        names = {block.key for block in blocks}
+        others = sum(b.pinned_until > now and b.key not in names for b in self._index)
+        if others + len(blocks) > limit:
+            raise CapacityError(
+                f"pinning {len(blocks)} pages in host memory would protect {others + len(blocks)} "
+                f"of at most {limit}; unpin other prefixes or give the host cache more"
+            )
+        for block in blocks:
+            block.pinned_until = until
+
+    def unpin(self, keys: Iterable[bytes]) -> bool:
+        """Take pins off. False: there were none."""
+        found, now = False, self._clock()
+        for block in (self._index.get(key) for key in keys):
+            if block is not None and block.pinned_until > now:
+                block.pinned_until, found = 0.0, True
+        return found
 
     def flush(self, group: str | None) -> int:
         """Forget every block, or one group's. Returns how many."""

@@ -22,7 +22,7 @@ class Block:
         group: adapter that computed it.
         place: slot in host memory, or bytes on disk.
         leases: copies that are reading it; it stays until they end.
-        pinned: it is not evicted.
+        pinned_until: it is not evicted before, in seconds of the tiers' clock.
         from_disk: it was read from disk and not used since.
     """
 
@@ -32,7 +32,7 @@ class Block:
     group: str
     place: int
     leases: int = 0
-    pinned: bool = False
+    pinned_until: float = 0.0
     from_disk: bool = False
 
 

@@ -51,6 +51,7 @@ class PageTiers:
         pinned: page-locked memory (for a GPU).
         disk_folder, disk_bytes: the disk tier; none without a folder.
         policy: name of the eviction policy of both tiers.
+        clock: seconds that only grow, for the expiry of pins.
         on_change: called by background threads when a fetch or promotion settled; must not block.
 
     Raises:
@@ -68,6 +69,7 @@ class PageTiers:
         disk_folder: Path | None = None,
         disk_bytes: int = 0,
         policy: str = "lru",
+        clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[], None] | None = None,
     ) -> None:
         page_bytes = sum(mover.layer_bytes)
@@ -78,7 +80,8 @@ class PageTiers:
         self._stats = TierStats()
         self._changed = threading.Condition()
         arena = HostArena(page_bytes, host_bytes, pinned=pinned)
-        self._host = HostStore(arena, policy)
+        self._clock = clock
+        self._host = HostStore(arena, policy, clock)
         self._stats.host_slots = arena.num_slots
         self._disk: DiskPipe | None = None
         if disk_folder is not None:  # needs a package that only this tier needs
@@ -91,6 +94,7 @@ class PageTiers:
                 page_bytes=page_bytes,
                 max_bytes=disk_bytes,
                 policy=policy,
+                clock=clock,
             )
             self._disk = DiskPipe(store, self._host, self._changed, self._stats, self.costs)
         self._saves = SaveQueue(mover, self._host, self._changed, self._stats, self._saved)
@@ -175,6 +179,31 @@ class PageTiers:
     def gave_up_late(self) -> None:
         """A promotion was given up because its deadline passed."""
         self._stats.failures["late"] += 1
+
+    def pin(self, chain: PageChain, first: int, last: int, ttl_seconds: float) -> int:
+        """Keep the chain's pages ``first .. last``, as far as the host holds them without a gap, in
+        host memory and on disk for a time (infinite: until :meth:`unpin` or :meth:`flush`).
+        Returns how many they are.
+
+        Raises:
+            CapacityError: pins would protect more than half of the host tier.
+        """
+        until = self._clock() + ttl_seconds
+        with self._changed:
+            blocks = self._host.match(chain, first, last)
+            self._host.pin(blocks, until)
+        if self._disk is not None:
+            self._disk.pin([block.key for block in blocks], until)
+        return len(blocks)
+
+    def unpin(self, chain: PageChain) -> bool:
+        """Take pins off the chain's pages. False: none of them had one."""
+        keys = [chain.key(page) for page in range(chain.num_pages)]
+        with self._changed:
+            found = self._host.unpin(keys)
+        if self._disk is not None:
+            self._disk.pin(keys, 0.0)
+        return found
 
     # --- the rest ----------------------------------------------------------------------------
     def flush(self, group: str | None = None) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from bicl.cache.keys import Namespace, PageChain, root_key
 from bicl.cache.tiers import HostMover, PageTiers
-from bicl.errors import ConfigError, TransferError
+from bicl.errors import CapacityError, ConfigError, TransferError
 
 PAGE = 4
 LAYERS = 3
@@ -436,3 +436,21 @@ def test_flush_lets_a_fetch_under_way_finish(rig, monkeypatch) -> None:
     assert one.holds([4, 5], held)
     assert one.tiers.settle(10)
     assert one.tiers.num_in_host(chain(2 * PAGE), 0, 2) == 0
+
+
+def test_pinned_pages_stay_for_their_time(rig) -> None:
+    now = [0.0]
+    one = rig(host_bytes=8 * PAGE_BYTES, clock=lambda: now[0])
+    pinned = chain(3 * PAGE, seed=1)
+    one.save(pinned, [0, 1, 2])
+    assert one.tiers.pin(pinned, 0, 3, 10.0) == 3
+    one.save(chain(3 * PAGE, seed=2), [3, 4, 5])
+    with pytest.raises(CapacityError, match="at most 4"):
+        one.tiers.pin(chain(3 * PAGE, seed=2), 0, 3, 10.0)
+    for seed in range(3, 6):
+        one.save(chain(4 * PAGE, seed=seed), [6, 7, 8, 9])
+    assert one.tiers.num_in_host(pinned, 0, 3) == 3
+    now[0] = 11.0
+    for seed in range(6, 8):
+        one.save(chain(4 * PAGE, seed=seed), [6, 7, 8, 9])
+    assert one.tiers.num_in_host(pinned, 0, 3) == 0
