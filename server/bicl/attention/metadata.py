@@ -30,6 +30,8 @@ class AttentionMetadata:
         causal: False lets every query see every key of its sequence.
         sparsity: float32 ``[B]``, the share of its pages that a sequence's decode step may leave
             out (0: none), in layers whose backend selects pages; None selects nowhere.
+        keep: bool ``[B, max_pages]``, pages that such a backend always reads, by their place in
+            ``page_table``; None: only those that it always reads anyway.
         compact: the same step in a second page group, whose layers may hold fewer tokens of a
             sequence: its tables, lengths and slots.
 
@@ -45,6 +47,7 @@ class AttentionMetadata:
     max_k: int
     causal: bool = True
     sparsity: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
     compact: AttentionMetadata | None = None
 
     @property

@@ -13,6 +13,7 @@ from bicl.attention.backend import AttentionBackend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.errors import BackendError
+from bicl.ops.cpu.sparse import select_tiles
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.index import LayerIndex
 from bicl.sparse.selection import SelectionRule
@@ -114,6 +115,8 @@ class SparseBackend:
         self, query: torch.Tensor, index: LayerIndex, meta: AttentionMetadata, scale: float
     ) -> AttentionMetadata:
         """The step as one layer sees it: each KV head's pages and how many tokens they hold."""
+        if meta.keep is not None:
+            return self._select_with(meta.keep, query, index, meta, scale)
         pages, lengths = self._ops.choose_tiles(
             query,
             index.layer,
@@ -128,6 +131,30 @@ class SparseBackend:
             deterministic=self._deterministic,
         )
         return replace(meta, page_table=pages, cache_seqlens=lengths, sparsity=None)
+
+    def _select_with(
+        self,
+        keep: torch.Tensor,
+        query: torch.Tensor,
+        index: LayerIndex,
+        meta: AttentionMetadata,
+        scale: float,
+    ) -> AttentionMetadata:
+        """With further pages that are always read: scored as ever, chosen in plain torch."""
+        layer, rule = index.layer, self.rules[index.layer.layout.page_size]
+        place = (meta.page_table, meta.cache_seqlens)
+        assert meta.sparsity is not None
+        scores = self._ops.score_tiles(query, layer, index, *place, scale)
+        pages, lengths = select_tiles(
+            scores,
+            *place,
+            meta.sparsity,
+            rule,
+            layer.layout.num_kv_heads,
+            self.config.combine,
+            keep=keep,
+        )
+        return replace(meta, page_table=pages, cache_seqlens=lengths, sparsity=None, keep=None)
 
     def _follows_store(self, layer: LayerCache, meta: AttentionMetadata) -> bool:
         """Whether the last call stored this step's new tokens in this layer, one a sequence."""

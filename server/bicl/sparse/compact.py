@@ -49,6 +49,7 @@ class Observed:
         begin, end: its query rows.
         num_tokens: that it holds in the compact group after this step.
         num_kept: that it is to keep.
+        forced: int64 ``[H, F]`` a layer, places of tokens that stay whatever the votes.
     """
 
     row: int
@@ -56,6 +57,7 @@ class Observed:
     end: int
     num_tokens: int
     num_kept: int
+    forced: Mapping[int, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,12 +124,18 @@ def token_scores(
     return torch.cat(scores), torch.cat(entropies).mean()
 
 
-def choose_tokens(scores: torch.Tensor, num_kept: int, rule: SelectionRule) -> torch.Tensor:
+def choose_tokens(
+    scores: torch.Tensor,
+    num_kept: int,
+    rule: SelectionRule,
+    forced: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The first and recent windows and the best-scored of the rest, int32 ``[H, num_kept]``.
 
     Args:
         scores: float32 ``[H, n]``.
-        num_kept: at least the tokens of those windows.
+        num_kept: at least the tokens of those windows, and the forced ones.
+        forced: int64 ``[H, F]``, further tokens that stay.
     """
     num_tokens = scores.shape[1]
     smooth = F.avg_pool1d(
@@ -135,6 +143,8 @@ def choose_tokens(scores: torch.Tensor, num_kept: int, rule: SelectionRule) -> t
     )[0]
     smooth[:, : rule.first * rule.page_size] = torch.inf
     smooth[:, num_tokens - _recent_tokens(num_tokens, rule) :] = torch.inf
+    if forced is not None:
+        smooth.scatter_(1, forced, torch.inf)
     return smooth.topk(num_kept, dim=1).indices.sort(dim=1).values.int()
 
 
@@ -193,6 +203,22 @@ class CompactBackend:
         for number, layer in self.layers.items():
             self._operator(layer, table, verdicts[number].positions, layer, fresh)
 
+    def everywhere(self, tokens: Sequence[int]) -> dict[int, torch.Tensor]:
+        """The same tokens for every head of every compact layer, while none was dropped."""
+        return {
+            number: torch.tensor(tokens, device=layer.device).expand(layer.layout.num_kv_heads, -1)
+            for number, layer in self.layers.items()
+        }
+
+    def moved(
+        self, forced: Mapping[int, torch.Tensor], verdicts: Mapping[int, Verdict]
+    ) -> dict[int, torch.Tensor]:
+        """Where forced tokens lie once the kept ones are laid side by side."""
+        return {
+            number: torch.searchsorted(verdicts[number].positions.long(), places.contiguous())
+            for number, places in forced.items()
+        }
+
     # --- AttentionBackend --------------------------------------------------------------------
     def plan(self, meta: AttentionMetadata) -> None:
         if meta.compact is None:
@@ -233,7 +259,9 @@ class CompactBackend:
                 raise BackendError("a model with two page groups needs AttentionMetadata.compact")
             meta = meta.compact
             for place, row in enumerate(self._observed):
-                self._verdicts[place][number] = self._judge(query, layer, meta, row, scale, softcap)
+                self._verdicts[place][number] = self._judge(
+                    number, query, layer, meta, row, scale, softcap
+                )
         return backend.run(
             query,
             layer,
@@ -260,6 +288,7 @@ class CompactBackend:
 
     def _judge(
         self,
+        number: int,
         query: torch.Tensor,
         layer: LayerCache,
         meta: AttentionMetadata,
@@ -272,6 +301,7 @@ class CompactBackend:
         key, _ = self.compact.gather(layer, table, length)
         newest = query[max(row.begin, row.end - OBSERVED) : row.end]
         scores, entropy = token_scores(newest, key, scale=scale, softcap=softcap)
-        positions = choose_tokens(scores, row.num_kept, self.rule)
+        forced = None if row.forced is None else row.forced[number]
+        positions = choose_tokens(scores, row.num_kept, self.rule, forced)
         kept = scores.gather(1, positions.long()).sum() / scores.sum()
         return Verdict(positions, kept, entropy)

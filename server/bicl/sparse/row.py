@@ -13,6 +13,8 @@ class SparseRow:
     Args:
         ratio: share of the tiles to leave out; 0 is dense.
         guard: watches its signals.
+        kind: of its text, as classified; empty: nobody asked.
+        boundaries: tokens that are always kept, the most important first.
 
     Attributes:
         asked: the ratio at the start; ``ratio`` falls to 0 with a fall-back.
@@ -22,9 +24,18 @@ class SparseRow:
             ``details``.
     """
 
-    def __init__(self, ratio: float, guard: Guard) -> None:
+    def __init__(
+        self,
+        ratio: float,
+        guard: Guard,
+        *,
+        kind: str = "",
+        boundaries: tuple[int, ...] = (),
+    ) -> None:
         self.asked = self.ratio = ratio
         self.first_sparse: int | None = None
+        self.kind = kind
+        self.boundaries = boundaries
         self.tiles_read = 0
         self.tiles_total = 0
         self.entropy: float | None = None

@@ -16,7 +16,7 @@ from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds
 
 LAYERS = 3
-CONFIG = HySparseConfig(layers="0-2/3", floor_tokens=128, sparsity_ratio=0.6)
+CONFIG = HySparseConfig(text_kind="off", layers="0-2/3", floor_tokens=128, sparsity_ratio=0.6)
 # A random model attends to everything alike: no choice of tiles could keep most of it.
 BOUNDS = GuardBounds(shadow_interval=8, min_mass_kept=0.0)
 SPARSE = {"hysparse": CONFIG, "guard": BOUNDS}
@@ -107,7 +107,9 @@ def test_a_requests_own_ratio_holds_beside_others(sparse) -> None:
 
 def test_half_of_a_hundred_windows_is_fifty(long_tiny) -> None:
     """One sink and two recent windows are among the fifty. (A59)"""
-    config = HySparseConfig(layers="0-2/3", sparsity_ratio=0.5, floor_tokens=0, first=1, recent=2)
+    config = HySparseConfig(
+        text_kind="off", layers="0-2/3", sparsity_ratio=0.5, floor_tokens=0, first=1, recent=2
+    )
     engine = stepped(
         long_tiny,
         max_total_tokens=6500,
@@ -128,7 +130,7 @@ def test_half_of_a_hundred_windows_is_fifty(long_tiny) -> None:
 @pytest.mark.parametrize("length", [2047, 2048, 2049, 5200])
 def test_first_and_last_windows_are_always_read(long_tiny, monkeypatch, length: int) -> None:
     """K passes the length and falls below it: sinks and the newest tokens stay. (A55, A56)"""
-    config = HySparseConfig(layers="0-2/3", max_k=32, floor_tokens=256)
+    config = HySparseConfig(text_kind="off", layers="0-2/3", max_k=32, floor_tokens=256)
     engine = stepped(
         long_tiny,
         max_total_tokens=5300,

@@ -20,7 +20,7 @@ from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds
 
 CONFIG = HySparseConfig(
-    layers="1-2/3", floor_tokens=128, sparsity_ratio=0.6, mode="compact", recent=1
+    text_kind="off", layers="1-2/3", floor_tokens=128, sparsity_ratio=0.6, mode="compact", recent=1
 )
 BOUNDS = GuardBounds(min_mass_kept=0.0)
 COMPACT = {"hysparse": CONFIG, "guard": BOUNDS}

@@ -15,8 +15,10 @@ from bicl.sparse.guard import GuardBounds
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = HySparseConfig(layers="0-2/3", floor_tokens=128, sparsity_ratio=0.6)
-COMPACT = HySparseConfig(layers="1-2/3", floor_tokens=128, sparsity_ratio=0.6, mode="compact")
+CONFIG = HySparseConfig(text_kind="off", layers="0-2/3", floor_tokens=128, sparsity_ratio=0.6)
+COMPACT = HySparseConfig(
+    text_kind="off", layers="1-2/3", floor_tokens=128, sparsity_ratio=0.6, mode="compact"
+)
 BOUNDS = GuardBounds(shadow_interval=8, min_mass_kept=0.0)
 SIZES = {"max_total_tokens": 1000, "max_batch_size": 4, "max_batch_prefill_tokens": 4000}
 NEW_TOKENS = 24

@@ -18,7 +18,7 @@ from bicl.frontends.tune import Grid, Result, Samples, best_result, read_samples
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.settings import read_config_file
 
-BASE = HySparseConfig(layers="0-2/3", floor_tokens=128)
+BASE = HySparseConfig(text_kind="off", layers="0-2/3", floor_tokens=128)
 GRID = Grid(ratios=(0.3, 0.6), layers=("0-2/3",), modes=("select", "compact"), max_ks=(512,))
 SIZES = EngineConfig(max_total_tokens=700, max_batch_size=2)
 QUIET = Console(quiet=True)

@@ -29,6 +29,7 @@ WIRE = {
     "attention_entropy": 3.5,
     "shadow_steps": 2,
     "fallback": None,
+    "text_kind": None,
 }
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 

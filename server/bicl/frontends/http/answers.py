@@ -124,6 +124,7 @@ def hysparse_details(told: SparseUsage | None) -> HySparseDetails | None:
         attention_entropy=None if told.entropy is None else round(told.entropy, 4),
         shadow_steps=told.shadow_steps,
         fallback=told.fallback or None,
+        text_kind=told.text_kind or None,
     )
 
 

@@ -151,6 +151,7 @@ class SparseUsage:
         entropy: of the last shadow step's attention, in nats; ``None`` before the first.
         shadow_steps: decode steps in which a dense shadow ran beside a sampled layer.
         fallback: why it went back to the full cache; empty: it did not.
+        text_kind: of its prompt, as classified; empty: nobody asked.
     """
 
     sparsity_ratio: float
@@ -160,6 +161,7 @@ class SparseUsage:
     entropy: float | None = None
     shadow_steps: int = 0
     fallback: str = ""
+    text_kind: str = ""
 
     @property
     def actual_ratio(self) -> float:

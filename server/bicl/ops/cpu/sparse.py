@@ -133,6 +133,7 @@ def select_tiles(
     num_kv_heads: int,
     combine: str = "softmax",
     positions: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pages that each KV head reads: the first and recent ones and the best of the rest.
 
@@ -145,6 +146,7 @@ def select_tiles(
         sparsity: float32 ``[B]``; 0 keeps every page.
         rule: how many pages, and which ones always.
         positions: int32 ``[B, H, W]``, filled with where the kept pages stand, if given.
+        keep: bool ``[B, W]``, further positions that are always kept, as far as they fit.
 
     Returns:
         int32 ``[B, H, W]`` page ids, ascending by position, anything past the kept ones; int32
@@ -158,6 +160,8 @@ def select_tiles(
     # A damaged index may give anything; the pages kept always come before any of it.
     largest = torch.finfo(torch.float32).max
     share = share.nan_to_num(nan=-largest, posinf=largest, neginf=-largest)
+    if keep is not None:
+        share = share.masked_fill((used & keep)[:, None], torch.finfo(share.dtype).max)
     share = share.masked_fill((used & ~candidate)[:, None], torch.inf)
     share = share.masked_fill(~used[:, None], -torch.inf)
     kept = rule.tiles_to_keep(num_tiles, sparsity)

@@ -11,13 +11,14 @@ import torch
 
 from bicl.cache.groups import GroupedManager
 from bicl.frontends.http.engine.config import SparseStats
+from bicl.frontends.http.engine.prompts import PromptReader
 from bicl.frontends.http.engine.scheduler import Chunk
 from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
-from bicl.frontends.http.engine.sparse import SparseTotals, begin_row
+from bicl.frontends.http.engine.sparse import SparseTotals
 from bicl.frontends.http.request import GenerationRequest
 from bicl.sparse.compact import OBSERVED, CompactBackend, Observed, Verdict, tokens_to_keep
 from bicl.sparse.config import HySparseConfig
-from bicl.sparse.guard import GuardBounds, Signals
+from bicl.sparse.guard import Signals
 from bicl.sparse.row import SparseRow
 
 __all__ = ["REVIEW_TOKENS", "CompactControl"]
@@ -32,6 +33,7 @@ class CompactStep:
 
     observed: Mapping[int, Observed]
     sparsity: np.ndarray | None = None
+    keep: np.ndarray | None = None
     shadow: bool = False
 
 
@@ -47,32 +49,34 @@ class CompactControl:
 
     Args:
         config: of the server.
-        bounds: of the live signals.
         backend: what the model's attention runs on.
         manager: of both page groups.
+        prompts: reads requests.
     """
 
     def __init__(
         self,
         config: HySparseConfig,
-        bounds: GuardBounds,
         backend: CompactBackend,
         manager: GroupedManager,
+        prompts: PromptReader,
     ) -> None:
         self._config = config
-        self._bounds = bounds
+        self._prompts = prompts
         self._backend = backend
         self._manager = manager
         self._totals = SparseTotals()
         self._step = CompactStep({})
         self._drops: list[_Drop] = []
         self._judged_at: dict[str, int] = {}
+        # Where each layer holds a request's boundaries since it dropped tokens.
+        self._moved: dict[str, Mapping[int, torch.Tensor]] = {}
         self._compactions = 0
         self._dropped_pages = 0
 
     def begin(self, request: GenerationRequest) -> SparseRow:
         """The state of a new request."""
-        return begin_row(self._config, self._bounds, request)
+        return self._prompts.begin(request)
 
     def plan(self, chunks: SequenceOf[Chunk]) -> CompactStep:
         """Which rows are judged in this step."""
@@ -133,6 +137,7 @@ class CompactControl:
     def forget(self, sequence: Sequence) -> None:
         """It left the engine."""
         self._judged_at.pop(sequence.id, None)
+        self._moved.pop(sequence.id, None)
 
     def stats(self) -> SparseStats:
         gauges = self._manager.group.gauges()
@@ -159,7 +164,21 @@ class CompactControl:
         kept = tokens_to_keep(end, row.ratio, rule)
         if not _spares_pages(held, kept, rule.page_size):
             return None
-        return Observed(place, begin, begin + chunk.count, held, kept)
+        forced = self._forced(sequence, row, kept)
+        return Observed(place, begin, begin + chunk.count, held, kept, forced)
+
+    def _forced(
+        self, sequence: Sequence, row: SparseRow, kept: int
+    ) -> Mapping[int, torch.Tensor] | None:
+        """Where each layer has the boundaries: at most half of what it may choose."""
+        if not row.boundaries:
+            return None
+        if _dropped(sequence):
+            return self._moved.get(sequence.id)
+        rule = self._backend.rule
+        free = (kept - (rule.first + rule.recent) * rule.page_size) // 2
+        chosen = row.boundaries[: max(0, free)]
+        return self._backend.everywhere(chosen) if chosen else None
 
     def _signals(
         self, chunk: Chunk, observed: Observed, verdicts: Mapping[int, Verdict]
@@ -191,6 +210,9 @@ class CompactControl:
         lost = drop.observed.num_tokens - drop.observed.num_kept
         self._dropped_pages += self._manager.finish_drop(pages, kept, lost)
         self._compactions += 1
+        if drop.observed.forced is not None:
+            moved = self._backend.moved(drop.observed.forced, drop.verdicts)
+            self._moved[drop.sequence.id] = moved
         assert drop.sequence.sparse is not None
         drop.sequence.sparse.approximate_from(drop.sequence.num_computed)
 

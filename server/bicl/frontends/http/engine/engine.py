@@ -27,6 +27,7 @@ from bicl.frontends.http.engine.config import (
 from bicl.frontends.http.engine.counters import Counters
 from bicl.frontends.http.engine.emitter import Emitter, Last
 from bicl.frontends.http.engine.grammar import GrammarCompiler
+from bicl.frontends.http.engine.prompts import PromptReader
 from bicl.frontends.http.engine.runner import ModelRunner
 from bicl.frontends.http.engine.sampler import SamplingState
 from bicl.frontends.http.engine.scheduler import Chunk, Plan, Scheduler
@@ -329,7 +330,11 @@ class Engine:
             self._note_fetched(plan)
             return plan.chunks, logits
         logits = self._runner.forward(
-            plan.chunks, step.sparsity, watched=step.shadow, fetches=plan.fetches
+            plan.chunks,
+            step.sparsity,
+            keep=step.keep,
+            watched=step.shadow,
+            fetches=plan.fetches,
         )
         self._note_fetched(plan)
         back = self._sparse.finish(plan.chunks)
@@ -377,10 +382,11 @@ class Engine:
         config, shadow = self.config.hysparse, self._runner.shadow
         if config is None:
             return None
+        prompts = PromptReader(config, self.config.guard, self.loaded.tokenizer)
         if self._runner.compact is not None:
             manager = self._scheduler.manager
             assert isinstance(manager, GroupedManager)
-            return CompactControl(config, self.config.guard, self._runner.compact, manager)
+            return CompactControl(config, self._runner.compact, manager, prompts)
         assert shadow is not None
         return SparseControl(
             config,
@@ -388,6 +394,7 @@ class Engine:
             layers=sparse_layers(self.loaded, self.config),
             depth=len(self.loaded.geometry.layers),
             page_size=self.config.page_size,
+            prompts=prompts,
             backend=shadow,
             device=self.loaded.device,
         )

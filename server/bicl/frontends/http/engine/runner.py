@@ -131,6 +131,7 @@ class ModelRunner:
         chunks: SequenceOf[Chunk],
         sparsity: np.ndarray | None = None,
         *,
+        keep: np.ndarray | None = None,
         watched: bool = False,
         fetches: SequenceOf[Fetch] = (),
     ) -> torch.Tensor:
@@ -140,6 +141,7 @@ class ModelRunner:
         Args:
             chunks: of the step.
             sparsity: float32, one a chunk; ``None``: all dense.
+            keep: bool, a row a chunk: pages that are always read. Such steps take no CUDA graph.
             watched: layers are probed, which no CUDA graph can do.
             fetches: pages that the chunks read and that may still be on their way.
 
@@ -147,7 +149,7 @@ class ModelRunner:
             TransferError: pages did not come. Nothing that was written counts.
         """
         step = self._pack(chunks)
-        if self.graphs is not None and step.is_decode and not watched:
+        if self.graphs is not None and step.is_decode and not watched and keep is None:
             for fetch in fetches:
                 fetch.join_all(len(self.pool.layers))
             logits = self.graphs.replay(
@@ -170,6 +172,7 @@ class ModelRunner:
             max_q=int(step.counts.max()),
             max_k=int(step.cache_seqlens.max()),
             sparsity=None if sparsity is None else self._to_device(sparsity),
+            keep=None if keep is None else self._to_device(self._as_wide(keep)),
         )
         if step.group is not None:
             meta = replace(
@@ -241,6 +244,11 @@ class ModelRunner:
         if filled != len(pages):
             self._table[row, filled : len(pages)] = pages[filled:]
             self._filled[row] = len(pages)
+
+    def _as_wide(self, keep: np.ndarray) -> np.ndarray:
+        wide = np.zeros((len(keep), self._table.shape[1]), dtype=bool)
+        wide[:, : keep.shape[1]] = keep
+        return wide
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

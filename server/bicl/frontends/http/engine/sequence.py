@@ -150,6 +150,7 @@ class Sequence:
 def _sparse_usage(row: SparseRow) -> SparseUsage:
     return SparseUsage(
         sparsity_ratio=row.asked,
+        text_kind=row.kind,
         tiles_read=row.tiles_read,
         tiles_total=row.tiles_total,
         mass_kept=row.mass_kept,

@@ -12,16 +12,17 @@ import numpy as np
 import torch
 
 from bicl.frontends.http.engine.config import SparseStats
+from bicl.frontends.http.engine.prompts import PromptReader
 from bicl.frontends.http.engine.scheduler import Chunk
 from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
 from bicl.frontends.http.request import GenerationRequest
 from bicl.sparse.config import HySparseConfig
-from bicl.sparse.guard import Guard, GuardBounds, Signals
+from bicl.sparse.guard import GuardBounds, Signals
 from bicl.sparse.row import SparseRow
 from bicl.sparse.selection import SelectionRule, tiles_to_keep
 from bicl.sparse.shadow import ShadowBackend
 
-__all__ = ["SparseControl", "SparseStep", "SparseTotals", "begin_row"]
+__all__ = ["SparseControl", "SparseStep", "SparseTotals"]
 
 AUDITED_PAGES = 256
 """Pages of a step whose index rows a shadow step computes again, spread over its rows."""
@@ -35,6 +36,7 @@ class SparseStep:
 
     Attributes:
         sparsity: float32 ``[B]``, for the device.
+        keep: bool ``[B, pages]``, pages that are always read; ``None``: no row has such.
         tiles, kept: int ``[B]``, of a KV head in a sparse layer.
         shadow: some layers also run dense.
     """
@@ -43,6 +45,7 @@ class SparseStep:
     tiles: np.ndarray
     kept: np.ndarray
     shadow: bool
+    keep: np.ndarray | None = None
 
     @property
     def skips(self) -> np.ndarray:
@@ -58,6 +61,7 @@ class SparseControl:
         layers: numbers of the sparse layers.
         depth: layers of the model.
         page_size: tokens a page.
+        prompts: reads requests.
         backend: what the model's attention runs on.
         device: of its pages.
     """
@@ -70,11 +74,13 @@ class SparseControl:
         layers: tuple[int, ...],
         depth: int,
         page_size: int,
+        prompts: PromptReader,
         backend: ShadowBackend,
         device: torch.device,
     ) -> None:
         self._config = config
         self._bounds = bounds
+        self._prompts = prompts
         self._layers = layers
         self._page_size = page_size
         self._backend = backend
@@ -88,7 +94,7 @@ class SparseControl:
 
     def begin(self, request: GenerationRequest) -> SparseRow:
         """The state of a new request."""
-        return begin_row(self._config, self._bounds, request)
+        return self._prompts.begin(request)
 
     def plan(self, chunks: SequenceOf[Chunk]) -> SparseStep | None:
         """Rows of the step and their sparsity; ``None``: all of them run dense.
@@ -130,10 +136,23 @@ class SparseControl:
             for (_, row), skips in zip(rows, step.skips, strict=True)
             if row and skips
         )
-        if not due:
-            return step
-        self._backend.arm({*self._groups.values(), self._layers[self._turn]})
-        return SparseStep(sparsity, tiles, step.kept, shadow=True)
+        if due:
+            self._backend.arm({*self._groups.values(), self._layers[self._turn]})
+        keep = self._always_read(chunks, step)
+        return SparseStep(sparsity, tiles, step.kept, shadow=due, keep=keep)
+
+    def _always_read(self, chunks: SequenceOf[Chunk], step: SparseStep) -> np.ndarray | None:
+        """Pages of boundaries, in half of what a row may choose at most."""
+        rows = [chunk.sequence.sparse for chunk in chunks]
+        if not any(row and row.boundaries and row.ratio for row in rows):
+            return None
+        keep = np.zeros((len(chunks), int(step.tiles.max())), dtype=bool)
+        for place, row in enumerate(rows):
+            if row and row.boundaries and step.skips[place]:
+                free = (int(step.kept[place]) - self._rule.first - self._rule.recent) // 2
+                pages = dict.fromkeys(token // self._page_size for token in row.boundaries)
+                keep[place, [*pages][: max(0, free)]] = True
+        return keep
 
     def finish(self, chunks: SequenceOf[Chunk]) -> list[Sequence]:
         """Count what the step did; returns the sequences that go back to the full cache.
@@ -219,12 +238,6 @@ class SparseControl:
             for each in self._layers:
                 self._backend.reindex(torch.tensor(again, device=self._device), each)
         return dict(counts)
-
-
-def begin_row(config: HySparseConfig, bounds: GuardBounds, request: GenerationRequest) -> SparseRow:
-    """The state of a new request: the server's ratio, or its own."""
-    asked = request.params.sparse.sparsity_ratio
-    return SparseRow(config.sparsity_ratio if asked is None else asked, Guard(bounds))
 
 
 @dataclass

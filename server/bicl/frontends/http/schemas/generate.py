@@ -141,6 +141,7 @@ class HySparseDetails(Wire):
     attention_entropy: float | None = Field(description="Of the last shadow step, in nats.")
     shadow_steps: int = Field(description="Steps in which a dense shadow measured one layer.")
     fallback: str | None = Field(description="Why the request went back to the full cache.")
+    text_kind: str | None = Field(description="Of the prompt, where it was classified.")
 
 
 class CachedByTier(Wire):

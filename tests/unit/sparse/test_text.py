@@ -1,0 +1,124 @@
+"""Kinds of text, and where the parts of code and structured text begin."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from bicl.cache import manager
+from bicl.errors import ConfigError
+from bicl.sparse import syntax
+from bicl.sparse.config import TEXT_KINDS
+from bicl.sparse.policy import RATIO_SHARES, classify
+from bicl.sparse.syntax import boundaries, require_parser, to_tokens
+
+PYTHON = inspect.getsource(manager)
+JAVASCRIPT = """
+import { readFile } from 'fs';
+
+class Reader {
+  constructor(path) {
+    this.path = path;
+  }
+  async read() {
+    return readFile(this.path);
+  }
+}
+export function open(path) {
+  return new Reader(path);
+}
+"""
+LAW = """
+1. Definitions. In this Agreement the Company shall mean the party named herein.
+2. Term. This Agreement shall commence pursuant to Section 3 and shall continue thereafter.
+(a) Notwithstanding the foregoing, the Licensee shall indemnify the Licensor.
+(b) Any covenant hereto shall survive.
+Section 3 Jurisdiction. The Parties hereby submit to the jurisdiction of the Court.
+"""
+NEWS = (
+    "LONDON (Reuters) - Officials said on Monday that prices rose by 3 percent. A spokesman told "
+    "reporters that the figures, announced on Friday, were according to plan. "
+)
+CHAT = "<|im_start|>user\nHow do I boil an egg?<|im_end|>\n<|im_start|>assistant\n"
+PROSE = "The lighthouse stood on a rock, and the sea went round it day and night. " * 20
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (PYTHON, "code"),
+        (JAVASCRIPT, "code"),
+        ('{\n "a": 1,\n "b": [\n 2,\n 3\n ],\n "c": {\n "d": 4\n }\n}', "code"),
+        (LAW, "legal"),
+        (NEWS, "news"),
+        (CHAT, "chat"),
+        ("user: hi\nassistant: hello", "chat"),
+        ("Alice: hi\nBob: hello\n", "chat"),
+        (PROSE, "other"),
+        ("", "other"),
+    ],
+    ids=["python", "javascript", "json", "law", "news", "template", "roles", "names", "prose", "-"],
+)
+def test_texts_are_told_apart(text: str, kind: str) -> None:
+    assert classify(text) == kind
+
+
+def test_no_kind_is_left_out_of_more_than_was_configured() -> None:
+    assert set(RATIO_SHARES) == set(TEXT_KINDS) - {"auto", "off"} | {"other"}
+    assert all(0.0 < share <= 1.0 for share in RATIO_SHARES.values())
+
+
+def lines_at(text: str, places: list[int]) -> list[str]:
+    return [text[place : text.index("\n", place)] for place in places]
+
+
+def test_definitions_begin_boundaries_outermost_first() -> None:
+    found = lines_at(PYTHON, boundaries(PYTHON, code=True))
+    assert found.index("class CacheManager:") < found.index("def gauges(self) -> CacheGauges:")
+    for name in ("acquire", "extend", "commit", "release"):
+        assert any(line.startswith(f"def {name}(") for line in found), name
+
+
+def test_the_language_is_guessed_from_the_text() -> None:
+    found = lines_at(JAVASCRIPT, boundaries(JAVASCRIPT, code=True))
+    assert found[:3] == [
+        "import { readFile } from 'fs';",
+        "class Reader {",
+        "export function open(path) {",
+    ]
+    assert "async read() {" in found
+
+
+def test_places_count_characters_not_bytes() -> None:
+    text = 'naïve = "ünïcödé"\n\n\ndef f():\n    pass\n'
+    assert "def f():" in lines_at(text, boundaries(text, code=True))
+
+
+def test_fenced_blocks_of_a_chat_are_code() -> None:
+    text = f"Please review:\n```python\n{PYTHON[:3000]}\n```\nThanks.\n"
+    assert any(
+        line.startswith("class CacheManager")
+        for line in lines_at(text, boundaries(text, code=False))
+    )
+
+
+def test_clauses_and_headings_begin_boundaries() -> None:
+    found = [line[:12] for line in lines_at(LAW, boundaries(LAW, code=False))]
+    assert found == ["1. Definitio", "2. Term. Thi", "(a) Notwiths", "(b) Any cove", "Section 3 Ju"]
+
+
+def test_text_without_structure_has_no_boundaries() -> None:
+    assert boundaries(PROSE, code=False) == []
+
+
+def test_characters_become_tokens_in_order_of_importance() -> None:
+    assert to_tokens([9, 0, 4, 5], [0, 4, 8]) == [2, 0, 1]
+
+
+def test_without_the_parser_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syntax, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"--hysparse-enable-sg needs tree-sitter.*bicl\[syntax\]"
+    ):
+        require_parser()
