@@ -381,7 +381,7 @@ def test_constant_pressure_on_pool_and_host(tiny) -> None:
     expected = [cold(tiny, one) for one in requests]
     one_page = 3 * 2 * 2 * 64 * 64 * 4
     with tiered(
-        tiny, num_pages=8, max_batch_size=4, max_total_tokens=256, host_cache_bytes=8 * one_page
+        tiny, num_pages=8, max_batch_size=4, max_total_tokens=256, host_cache_bytes=5 * one_page
     ) as engine:
         for _ in range(6):
             results = serve(engine, *[request(one.prompt_ids, 20) for one in requests])
