@@ -142,7 +142,7 @@ class Scheduler:
         admitted = self._admit(budget, decodes, prefills, unservable)
         chunks = decodes + prefills or list(self._arriving())
         self._prefetch()
-        if not chunks and not unservable:
+        if not (chunks or admitted or unservable):
             return None
         return Plan(chunks, admitted, unservable)
 
@@ -311,10 +311,11 @@ class Scheduler:
                     sequence.num_retries += 1
 
     def _arriving(self) -> Iterator[Chunk]:
-        """With nothing else to run: the requests whose pages are still on their way."""
+        """With nothing else to run: the requests whose pages are on their way, or have come since
+        the others were chosen."""
         budget = self._budget
         for sequence in self.running:
-            if budget and sequence.is_arriving:
+            if budget and sequence.fetch is not None:
                 chunk = self._chunk(sequence, budget)
                 budget -= chunk.count
                 yield chunk
