@@ -15,7 +15,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_kernel_compiler, bicl::set_kernel_compiler);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose_tiles, bicl::choose_tiles_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(compact_tokens, bicl::compact_tokens_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, bicl::copy_pages_api);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_attention, bicl::decode_attention_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind_decode_attention, bicl::bind_decode_attention);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_workspace_bytes, bicl::decode_workspace_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, bicl::gather_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(index_pages, bicl::index_pages_api);

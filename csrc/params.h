@@ -74,8 +74,13 @@ struct CopyPagesParams {
 };
 
 struct DecodeParams {
-  Pages pages;
+  // What a launch needs first stands first: parameters come from memory a line at a time.
   Sequences sequences;
+  Pages pages;
+  int window_left;     // keys before the query's own that it sees; -1: all
+  bool deterministic;  // cuts depend on a sequence's own length only
+  bool pdl;            // the kernel before this one may still be writing each sequence's newest token
+  bool late_table;     // with pdl: and the page table and the lengths
   const void* query;  // [batch][num_q_heads][head_dim], last dim contiguous
   void* out;          // same shape and dtype
   float* lse;         // [num_q_heads][batch] natural log, or null
@@ -86,15 +91,11 @@ struct DecodeParams {
   int head_dim;
   float scale;       // of the raw scores, without k_scale
   float softcap;     // 0: off
-  int window_left;   // keys before the query's own that it sees; -1: all
   void* workspace;   // float partials, see decode_workspace_bytes; contents do not matter
   int32_t* counters; // [batch * kv heads * head blocks], zero between launches
   int64_t workspace_bytes;
   int num_counters;
   int num_sms;
-  bool deterministic;  // cuts depend on a sequence's own length only
-  bool pdl;            // the kernel before this one may still be writing each sequence's newest token
-  bool late_table;     // with pdl: and the page table and the lengths
   bool force_sm80;     // tests: take the sm_80 path on any card
   int force_cluster;   // benchmarks: cluster size (1: stream-K); 0: by rule
   int force_grid;      // benchmarks: CTAs of stream-K; 0: by rule

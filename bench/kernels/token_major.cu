@@ -79,4 +79,4 @@ struct TokenMajorLoader {
 
 BICL_DECODE(sm90, TokenMajorLoader, __nv_bfloat16, kBFloat16, 128, 64, 1)
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_attention, bicl::decode_attention_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind_decode_attention, bicl::bind_decode_attention);

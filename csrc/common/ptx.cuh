@@ -110,12 +110,6 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-__device__ __forceinline__ uint32_t cluster_index() {
-  uint32_t index;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
-  return index;
-}
-
 // Arrives without ordering anything but what fence_barrier_init() covers.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -210,6 +204,15 @@ __device__ __forceinline__ void mma_16816(float (&c)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// 16 bytes that no kernel writes meanwhile, asked for where this stands and not where they are used.
+__device__ __forceinline__ uint4 load_now(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
 // Two floats to a pair of 16-bit elements, the first in the low half.
 __device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
@@ -243,10 +246,7 @@ __device__ __forceinline__ int32_t atomic_add_acq_rel(int32_t* address, int32_t 
   return old;
 }
 
-// Barrier among `threads` threads of the block; ids 1 to 15. Arriving does not wait.
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
+// Barrier among `threads` threads of the block; ids 1 to 15.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

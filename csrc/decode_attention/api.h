@@ -5,19 +5,42 @@
 
 namespace bicl {
 
+// What all calls on one layer have in common.
+struct DecodeLayer {
+  DecodeParams params;
+  int device;
+};
+
+// workspace: uint8 of decode_workspace_bytes(); counters: int32, at least B * kv heads * ceil(group / 16), zero.
+// Neither may be shared by two streams.
+inline DecodeLayer decode_layer(TensorView pages, int64_t page_size, double k_scale, double v_scale,
+                                TensorView workspace, TensorView counters) {
+  DecodeLayer layer;
+  DecodeParams& p = layer.params;
+  p.pages = pages_of(pages, page_size, k_scale, v_scale);
+  layer.device = pages.device().device_id;
+  BICL_CHECK(k_scale > 0 && v_scale > 0) << "k_scale " << k_scale << " and v_scale " << v_scale
+                                         << " must be positive";
+  check_cuda(workspace, "workspace", layer.device);
+  check_cuda(counters, "counters", layer.device);
+  check_int(counters, "counters", 32);
+  p.workspace = workspace.data_ptr();
+  p.workspace_bytes = workspace.numel();
+  p.counters = static_cast<int32_t*>(counters.data_ptr());
+  p.num_counters = static_cast<int>(counters.numel());
+  p.num_sms = device_info(layer.device).num_sms;
+  return layer;
+}
+
 // out, query [B, num_q_heads, head_dim] of one 16-bit dtype; lse float32 [num_q_heads, B] or None.
 // page_table [B, max_pages], or [B, kv heads, max_pages]: other pages for each KV head, as many for all.
 // pdl: 0 off; 1: the kernel ahead may still be writing each sequence's newest token; 2: and the table and lengths.
-// workspace: uint8 of decode_workspace_bytes(); counters: int32, at least B * kv heads * ceil(group / 16), zero.
-// Neither may be shared by two streams.
-inline void decode_attention_api(TensorView out, Optional<TensorView> lse, TensorView query, TensorView pages,
-                                 TensorView page_table, TensorView cache_seqlens, TensorView workspace,
-                                 TensorView counters, int64_t page_size, double k_scale, double v_scale,
-                                 double scale, double softcap, int64_t window_left, bool deterministic, int64_t pdl,
-                                 bool force_sm80, int64_t force_cluster, int64_t force_grid) {
-  DecodeParams p;
-  p.pages = pages_of(pages, page_size, k_scale, v_scale);
-  const int device = pages.device().device_id;
+inline void decode_call(const DecodeLayer& layer, TensorView out, Optional<TensorView> lse, TensorView query,
+                        TensorView page_table, TensorView cache_seqlens, double scale, double softcap,
+                        int64_t window_left, bool deterministic, int64_t pdl, bool force_sm80, int64_t force_cluster,
+                        int64_t force_grid) {
+  DecodeParams p = layer.params;
+  const int device = layer.device;
   p.sequences = sequences_of(page_table, cache_seqlens, device, p.pages.num_kv_heads);
   check_cuda(query, "query", device);
   check_shape(query, "query", {p.sequences.batch, -1, -1});
@@ -44,9 +67,9 @@ inline void decode_attention_api(TensorView out, Optional<TensorView> lse, Tenso
   p.out_token_stride = out.stride(0);
   p.out_head_stride = out.stride(1);
   BICL_CHECK(p.head_dim % 8 == 0) << "head_dim " << p.head_dim << " must be a multiple of 8";
-  BICL_CHECK(reinterpret_cast<uintptr_t>(p.query) % 4 == 0 && p.query_token_stride % 2 == 0 &&
-             p.query_head_stride % 2 == 0)
-      << "query rows must be 4-byte aligned";
+  BICL_CHECK(reinterpret_cast<uintptr_t>(p.query) % 16 == 0 && (query.size(0) == 1 || p.query_token_stride % 8 == 0) &&
+             (query.size(1) == 1 || p.query_head_stride % 8 == 0))
+      << "query rows must be 16-byte aligned";
   BICL_CHECK(reinterpret_cast<uintptr_t>(p.out) % 8 == 0 && p.out_token_stride % 4 == 0 &&
              p.out_head_stride % 4 == 0)
       << "out rows must be 8-byte aligned";
@@ -59,21 +82,11 @@ inline void decode_attention_api(TensorView out, Optional<TensorView> lse, Tenso
     BICL_CHECK(dtype_of(t, "lse") == DType::kFloat32) << "lse must be float32";
     p.lse = static_cast<float*>(t.data_ptr());
   }
-  check_cuda(workspace, "workspace", device);
-  check_cuda(counters, "counters", device);
-  check_int(counters, "counters", 32);
-  p.workspace = workspace.data_ptr();
-  p.workspace_bytes = workspace.numel();
-  p.counters = static_cast<int32_t*>(counters.data_ptr());
-  p.num_counters = static_cast<int>(counters.numel());
   BICL_CHECK(scale > 0 && scale < 1e30) << "scale is " << scale << "; a positive finite number is needed";
   BICL_CHECK(softcap >= 0 && softcap < 1e30) << "softcap is " << softcap << "; use 0 (off) or a positive number";
-  BICL_CHECK(k_scale > 0 && v_scale > 0) << "k_scale " << k_scale << " and v_scale " << v_scale
-                                         << " must be positive";
   p.scale = static_cast<float>(scale);
   p.softcap = static_cast<float>(softcap);
   p.window_left = static_cast<int>(window_left);
-  p.num_sms = device_info(device).num_sms;
   p.deterministic = deterministic;
   p.pdl = pdl > 0;
   p.late_table = pdl > 1;
@@ -82,6 +95,20 @@ inline void decode_attention_api(TensorView out, Optional<TensorView> lse, Tenso
   p.force_grid = static_cast<int>(force_grid);
   DeviceGuard guard(device);
   decode_attention(p, device, current_stream(device));
+}
+
+// decode_call() for one layer: what does not change from step to step is handed over and checked once. The pages,
+// the workspace and the counters must outlive the function.
+inline tvm::ffi::Function bind_decode_attention(TensorView pages, int64_t page_size, double k_scale, double v_scale,
+                                                TensorView workspace, TensorView counters) {
+  const DecodeLayer layer = decode_layer(pages, page_size, k_scale, v_scale, workspace, counters);
+  return tvm::ffi::Function::FromTyped(
+      [layer](TensorView out, Optional<TensorView> lse, TensorView query, TensorView page_table,
+              TensorView cache_seqlens, double scale, double softcap, int64_t window_left, bool deterministic,
+              int64_t pdl, bool force_sm80, int64_t force_cluster, int64_t force_grid) {
+        decode_call(layer, out, lse, query, page_table, cache_seqlens, scale, softcap, window_left, deterministic, pdl,
+                    force_sm80, force_cluster, force_grid);
+      });
 }
 
 }  // namespace bicl

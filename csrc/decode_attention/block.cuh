@@ -121,20 +121,26 @@ template <typename T>
 struct Query {
   static constexpr int kSteps = T::kHeadDim / 16;
   uint2 fragments[T::kQueryShared ? 1 : T::kHeadBlocks * kSteps];
-  const uint2* shared;  // [head block][step][lane], already at this lane
+  const uint16_t* rows;  // [head][kQueryStride], already at this lane
+
+  __device__ __forceinline__ void set(const char* slot, int lane) {
+    rows = reinterpret_cast<const uint16_t*>(slot) + lane / 4 * T::kQueryStride + lane % 4 * (T::kFp8 ? 4 : 2);
+    if (T::kQueryShared) return;
+#pragma unroll
+    for (int i = 0; i < T::kHeadBlocks * kSteps; ++i) fragments[i] = read(i / kSteps, i % kSteps);
+  }
 
   __device__ __forceinline__ void get(uint32_t (&b)[2], int n, int k) const {
-    const uint2 pair = T::kQueryShared ? shared[(n * kSteps + k) * 32] : fragments[n * kSteps + k];
+    const uint2 pair = T::kQueryShared ? read(n, k) : fragments[T::kQueryShared ? 0 : n * kSteps + k];
     b[0] = pair.x, b[1] = pair.y;
   }
-};
 
-// What one warp fetches of a query: all of it, or its share of what goes to shared memory.
-template <typename T>
-struct FetchedQuery {
-  static constexpr int kTotal = T::kHeadBlocks * Query<T>::kSteps;
-  static constexpr int kOwn = T::kQueryShared ? (kTotal + T::kConsumerWarps - 1) / T::kConsumerWarps : kTotal;
-  uint2 fragments[kOwn];
+ private:
+  __device__ __forceinline__ uint2 read(int n, int k) const {
+    const uint16_t* at = rows + 8 * n * T::kQueryStride + 16 * k;
+    if (T::kFp8) return *reinterpret_cast<const uint2*>(at);
+    return make_uint2(*reinterpret_cast<const uint32_t*>(at), *reinterpret_cast<const uint32_t*>(at + 8));
+  }
 };
 
 // S^T of 32 keys: score[m][n] holds keys 16m + (g, g + 8) by heads 8n + (2t, 2t + 1).

@@ -47,17 +47,20 @@ class Combiner : protected Cta<T> {
       reinterpret_cast<float2*>(target + T::kHeads * T::kHeadDim)[row] = make_float2(piece.maximum, piece.sum);
   }
 
-  // Counts blocks, so that it does not matter how many CTAs share a head. Resets itself.
-  __device__ __forceinline__ bool arrive_last(const Place& place, int count) const {
+  // Counts blocks, so that it does not matter how many CTAs share a head. The counter resets itself. Returns how many
+  // parts there are to the CTA that comes last, 0 to the others.
+  __device__ __forceinline__ int arrive(const Line& line, const Place& place, int count, int slots) const {
     ptx::named_barrier(kConsumersOnly, T::kConsumers);  // every thread's partials are written
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == T::kConsumers - 32) {
       int32_t* counter = p_.counters + place.sequence * k_.heads.divisor + place.head;
       const bool last = ptx::atomic_add_acq_rel(counter, count) + count == place.num_blocks;
       if (last) *counter = 0;
       is_last() = last;
     }
+    __syncwarp();
+    const int parts = list_slots(line, place, slots);  // while the counter answers
     ptx::named_barrier(kConsumersOnly, T::kConsumers);
-    return is_last() != 0;
+    return is_last() != 0 ? parts : 0;
   }
 
   // Lists the slots that hold parts of this head, in order.
@@ -80,10 +83,7 @@ class Combiner : protected Cta<T> {
     return __popc(all);
   }
 
-  __device__ __forceinline__ void combine_line(const Line& line, const Place& place, const Heads& heads,
-                                               int slots) const {
-    const int count = list_slots(line, place, slots);
-    ptx::named_barrier(kConsumersOnly, T::kConsumers);
+  __device__ __forceinline__ void combine_line(const Place& place, const Heads& heads, int count) const {
     constexpr int kBatch = 8;  // loads in flight
     for_vectors(heads, [&](int, int row, int dim) {
       Piece all;
@@ -169,7 +169,7 @@ class Combiner : protected Cta<T> {
 #pragma unroll 1
         for (int i = threadIdx.x; i < mine; i += T::kConsumers) {
           Piece all;
-#pragma unroll 2
+#pragma unroll 4
           for (int part = 0; part < parts; ++part) {
             const Piece piece = get_kept(part * vector_share() + i);
             fold(all, piece.maximum, piece.sum, piece.out);

@@ -51,6 +51,9 @@ class Cta {
   __device__ __forceinline__ float2* result_stats() const {
     return reinterpret_cast<float2*>(shared() + Plan::kResultStats);
   }
+  __device__ __forceinline__ static char* query_slot(int slot) {
+    return shared() + Plan::kQuery - slot * T::kQueryBytes;
+  }
   __device__ __forceinline__ uint32_t full(int stage) const {
     return ptx::smem_address(shared() + Plan::kBarriers) + stage * 16;
   }

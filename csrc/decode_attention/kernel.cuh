@@ -23,7 +23,7 @@ class DecodeCta : Combiner<T> {
   using Base::lane_;
   using Base::p_;
   using Base::warp_;
-  using Base::arrive_last;
+  using Base::arrive;
   using Base::cluster_part;
   using Base::combine_cluster;
   using Base::combine_line;
@@ -39,6 +39,7 @@ class DecodeCta : Combiner<T> {
   using Base::peers_done;
   using Base::push;
   using Base::push_nothing;
+  using Base::query_slot;
   using Base::put_partial;
   using Base::ring;
   using Base::shared;
@@ -57,22 +58,22 @@ class DecodeCta : Combiner<T> {
     int length = 0;  // of the lane's sequence, where clusters may work
     if (k_.cluster_log2 > 0 && lane_ < p_.sequences.batch) length = p_.sequences.cache_seqlens[lane_];
     const bool producer = warp_ == T::kConsumerWarps;
-    if (producer) init_barriers();  // while the lengths come
+    if (!producer) init_barriers();  // it has more to do
     Share share;
     const bool cluster = cluster_share(share, length);
+    if (cluster && share.head.sequence == kNone) return;
     if (cluster) start_cluster();
-    if (producer) {
-      if (!cluster) build_entries(entries(), p_.sequences, p_.window_left, multiple());
-      __syncwarp();
-      ptx::named_barrier_arrive(kReady, T::kThreads);
-    } else {
-      ptx::named_barrier(kReady, T::kThreads);
-    }
-    const Line line(entries(), p_.sequences.batch, k_.heads.divisor, k_.grid, p_.deterministic);
+    if (producer && !cluster)
+      build_entries(entries(), p_.sequences, p_.window_left, multiple(), T::kLeastCharge);
+    __syncwarp();
+    ptx::named_barrier(kReady, T::kThreads);
+    const Line line(entries(), p_.sequences.batch, k_.heads.divisor, k_.grid, p_.deterministic,
+                    T::kLeastCharge);
     if (!cluster) {
-      const int mine = line.begin(blockIdx.x + lane_ % 2);
-      share.begin = __shfl_sync(~0u, mine, 0);
-      share.end = __shfl_sync(~0u, mine, 1);
+      const Bounds bounds = line.share_of(blockIdx.x);
+      share.begin = bounds.begin;
+      share.end = bounds.end;
+      share.head.sequence = bounds.sequence;
     }
     if (producer) {
       produce(line, share, cluster);
@@ -89,7 +90,9 @@ class DecodeCta : Combiner<T> {
 
  private:
   // --- scheduling -----------------------------------------------------------------------------------
-  // A CTA's blocks [begin, end): positions in the line, or blocks of `head` in a cluster.
+  static constexpr int kNone = -1;
+
+  // A CTA's blocks [begin, end): blocks of `head` in a cluster, else positions in the line from head.sequence on.
   struct Share {
     int begin, end;
     Place head;
@@ -105,7 +108,11 @@ class DecodeCta : Combiner<T> {
     if (batch > 1 && 4 * longest * batch > 5 * __reduce_add_sync(~0u, blocks)) return false;
     if (p_.deterministic && num_units(longest) * vector_share() > T::kResults) return false;  // parts need room
     uint32_t head;
-    const int sequence = k_.heads.divide(ptx::cluster_index(), head);
+    const int sequence = k_.heads.divide(blockIdx.x >> k_.cluster_log2, head);
+    if (sequence >= batch) {  // there are enough clusters for stream-K, which some lengths need
+      share.head.sequence = kNone;
+      return true;
+    }
     const int count = __shfl_sync(~0u, blocks, sequence);
     share.head = {sequence, static_cast<int>(head), 0, count, __shfl_sync(~0u, length, sequence)};
     // Shares are whole units in deterministic mode, blocks else.
@@ -117,8 +124,8 @@ class DecodeCta : Combiner<T> {
     return true;
   }
 
-  __device__ __forceinline__ Place place_of(const Line& line, const Share& share, bool cluster, int x) const {
-    if (!cluster) return line.place(x);
+  __device__ __forceinline__ Place place_of(const Line& line, const Share& share, bool cluster, int x, int hint) const {
+    if (!cluster) return line.place(x, hint);
     Place place = share.head;
     place.block = x;
     return place;
@@ -126,11 +133,13 @@ class DecodeCta : Combiner<T> {
 
   // --- producer -------------------------------------------------------------------------------------
   __device__ __forceinline__ void init_barriers() const {
-    if (lane_ < k_.stages) {
-      ptx::mbarrier_init(full(lane_), T::Loader::kFullArrivals);
-      ptx::mbarrier_init(empty(lane_), 2);  // the two warps of the stage's group
+    // One at a time within a warp, so the warps share them.
+    const int stage = warp_ + lane_ * T::kConsumerWarps;
+    if (stage < k_.stages) {
+      ptx::mbarrier_init(full(stage), T::Loader::kFullArrivals);
+      ptx::mbarrier_init(empty(stage), 2);  // the two warps of the stage's group
     }
-    if (lane_ == 0) ptx::mbarrier_init(peers_done(), 1);
+    if (threadIdx.x == T::kConsumers - 1) ptx::mbarrier_init(peers_done(), 1);
     if constexpr (T::Loader::kClusters) ptx::fence_barrier_init();
     __syncwarp();
   }
@@ -159,7 +168,8 @@ class DecodeCta : Combiner<T> {
     bool waited = !p_.pdl;
     int stage = 0;
     uint32_t parity = 1;  // the first round finds its stages empty
-    BlockSource next = resolve_lane(line, share, cluster, share.begin);
+    int sequence = share.head.sequence;  // of this lane's last block
+    BlockSource next = resolve_lane(line, share, cluster, share.begin, sequence);
 #pragma unroll 1
     for (int x = share.begin; x < share.end; x += 32) {
       const BlockSource block = next;
@@ -175,15 +185,18 @@ class DecodeCta : Combiner<T> {
         loader.template load<T>(block, turn, lane_, p_.pages, ring(stage), full(stage), empty(stage), parity);
         if (++stage == k_.stages) stage = 0, parity ^= 1;
         // The next 32, once the ring has enough to do.
-        if (turn == min(k_.stages, count) - 1) next = resolve_lane(line, share, cluster, x + 32);
+        if (turn == min(k_.stages, count) - 1) next = resolve_lane(line, share, cluster, x + 32, sequence);
       }
     }
   }
 
   // This lane's block of the 32 from x on.
-  __device__ __forceinline__ BlockSource resolve_lane(const Line& line, const Share& share, bool cluster, int x) const {
+  __device__ __forceinline__ BlockSource resolve_lane(const Line& line, const Share& share, bool cluster, int x,
+                                                     int& sequence) const {
     if (x + lane_ >= share.end) return {};
-    return resolve(place_of(line, share, cluster, x + lane_));
+    const Place place = place_of(line, share, cluster, x + lane_, sequence);
+    sequence = place.sequence;
+    return resolve(place);
   }
 
   // --- consumers ------------------------------------------------------------------------------------
@@ -215,25 +228,24 @@ class DecodeCta : Combiner<T> {
     Cursor cursor(share.begin, warp_ / 2);
     WarpState<T> state;
     Query<T> query;
-    Place place = place_of(line, share, cluster, share.begin);
-    FetchedQuery<T> fetched = fetch_query(place);
-    install_query(query, fetched);
-    if (T::kQueryShared) ptx::named_barrier(kConsumersOnly, T::kConsumers);
+    Place place = place_of(line, share, cluster, share.begin, share.head.sequence);
+    UpcomingQuery upcoming{place.sequence * static_cast<int>(k_.heads.divisor) + place.head, share.begin - place.block};
+#pragma unroll 1
+    for (int i = 0; i < T::kQuerySlots; ++i) copy_next_query(upcoming, line, share, cluster, i);
+    int slot = 0;
+    await_query(slot);
+    ptx::named_barrier(kConsumersOnly, T::kConsumers);
 #pragma unroll 1
     for (int x = share.begin; x < share.end;) {
       // A segment: consecutive blocks of one (sequence, head).
       const int count = min(place.num_blocks - place.block, share.end - x);
       const int step = p_.deterministic ? unit_blocks(place.num_blocks) : count;
-      Place next = place;
+      query.set(query_slot(slot), lane_);
 #pragma unroll 1
       for (int done = 0, index = 0; done < count; done += step, ++index) {
         const int unit_end = x + min(done + step, count);
         unit(cursor, place, x - place.block, unit_end, query, state);
         const bool last = unit_end == x + count;
-        if (last && unit_end < share.end) {  // on its way while this segment's results are merged
-          next = place_of(line, share, cluster, unit_end);
-          fetched = fetch_query(next);
-        }
         const bool from_start = place.block == 0, whole = count == place.num_blocks;
         // Deterministic units are folded in order; where an earlier CTA began the head, they stay apart.
         Target target{Target::kFinal, from_start && done > 0, static_cast<int>(blockIdx.x) * slots};
@@ -241,14 +253,18 @@ class DecodeCta : Combiner<T> {
         else if (from_start && !last) target.kind = Target::kKeep;
         else if (!whole) target.kind = Target::kWorkspace, target.slot += from_start ? slots - 1 : index;
         ptx::named_barrier(kConsumersOnly, T::kConsumers);  // merge buffer and query have been read
-        if (last && unit_end < share.end) install_query(query, fetched);
+        if (last && unit_end < share.end) {  // in a cluster there is no next: the other slots hold results there
+          copy_next_query(upcoming, line, share, cluster, slot);
+          slot = slot + 1 < T::kQuerySlots ? slot + 1 : 0;
+          await_query(slot);
+        }
         merge(state, place.sequence, heads_of(place.head), target);
       }
-      if (!cluster && count < place.num_blocks && arrive_last(place, count)) combine_line(line, place, heads_of(place.head), slots);
+      if (!cluster && count < place.num_blocks) {
+        if (const int parts = arrive(line, place, count, slots)) combine_line(place, heads_of(place.head), parts);
+      }
       x += count;
-      // Where registers are short, found again rather than kept.
-      if (!T::kQueryShared) place = next;
-      else if (x < share.end) place = place_of(line, share, cluster, x);
+      if (x < share.end) place = line.after(place);
     }
   }
 
@@ -286,46 +302,62 @@ class DecodeCta : Combiner<T> {
     }
   }
 
-  // Zero for rows and dims that do not exist; fp8: as fp16.
-  __device__ __forceinline__ FetchedQuery<T> fetch_query(const Place& place) const {
-    const Heads heads = heads_of(place.head);
-    const int t = lane_ % 4;
-    const auto* rows = static_cast<const uint16_t*>(p_.query) + place.sequence * p_.query_token_stride +
-                       (heads.first_query + lane_ / 4) * p_.query_head_stride;
-    const auto pair = [&](int n, int dim) {
-      if (8 * n + lane_ / 4 >= heads.active || dim >= p_.head_dim) return 0u;
-      return *reinterpret_cast<const uint32_t*>(rows + 8 * n * p_.query_head_stride + dim);
+  // --- queries ----------------------------------------------------------------------------------------
+  // The next head whose query is to be copied.
+  struct UpcomingQuery {
+    int pair;  // sequence * heads + head: one register
+    int x;     // its first position
+  };
+
+  // Calls f(row, dim, address) for the 16-byte chunks of a slot that are this thread's.
+  template <typename F>
+  __device__ __forceinline__ void for_query_chunks(int slot, F&& f) const {
+    constexpr int kRowChunks = T::kHeadDim / 8, kChunks = T::kHeads * kRowChunks;
+#pragma unroll
+    for (int i = 0; i < (kChunks + T::kConsumers - 1) / T::kConsumers; ++i) {
+      const int chunk = threadIdx.x + i * T::kConsumers;
+      if (kChunks % T::kConsumers != 0 && chunk >= kChunks) break;
+      const int row = chunk / kRowChunks, dim = chunk % kRowChunks * 8;
+      f(row, dim, query_slot(slot) + (row * T::kQueryStride + dim) * 2);
+    }
+  }
+
+  // Always commits, so that a fixed count of younger copies may be on their way while one is awaited. Rows and dims
+  // that do not exist become zeros.
+  __device__ __forceinline__ void copy_next_query(UpcomingQuery& next, const Line& line, const Share& share, bool cluster,
+                                                  int slot) const {
+    if (next.x < share.end) {
+      uint32_t pair_head;
+      int sequence = k_.heads.divide(next.pair, pair_head), head = pair_head;
+      const Heads heads = heads_of(head);
+      const auto* rows = static_cast<const uint16_t*>(p_.query) + sequence * p_.query_token_stride +
+                         heads.first_query * p_.query_head_stride;
+      for_query_chunks(slot, [&](int row, int dim, char* target) {
+        const bool exists = row < heads.active && dim < p_.head_dim;
+        ptx::cp_async_16(ptx::smem_address(target), exists ? rows + row * p_.query_head_stride + dim : rows, exists);
+      });
+      next.x = cluster ? share.end : next.x + line.blocks(sequence);
+      if (next.x < share.end) {
+        line.advance(sequence, head);
+        next.pair = sequence * k_.heads.divisor + head;
+      }
+    }
+    ptx::cp_async_commit();
+  }
+
+  // A barrier must follow. fp8 pages are multiplied as fp16: each thread converts what it copied.
+  __device__ __forceinline__ void await_query(int slot) const {
+    ptx::cp_async_wait<T::kQuerySlots - 1>();
+    if (!T::kFp8 || p_.query_dtype == DType::kFloat16) return;
+    const auto convert = [](uint32_t bits) {
+      const auto clamp = [](uint32_t b) { return fminf(fmaxf(__uint_as_float(b), -65504.f), 65504.f); };
+      return ptx::pack(clamp(bits << 16), clamp(bits & 0xffff0000u), __half{});
     };
-    FetchedQuery<T> fetched;
-#pragma unroll
-    for (int i = 0; i < FetchedQuery<T>::kOwn; ++i) {
-      const int index = T::kQueryShared ? warp_ + i * T::kConsumerWarps : i;
-      if (index >= FetchedQuery<T>::kTotal) break;
-      const int n = index / Query<T>::kSteps, dim = index % Query<T>::kSteps * 16;
-      fetched.fragments[i] = make_uint2(pair(n, dim + (T::kFp8 ? 4 : 2) * t),
-                                        pair(n, dim + (T::kFp8 ? 4 * t + 2 : 2 * t + 8)));
-    }
-    return fetched;
-  }
-
-  __device__ __forceinline__ uint32_t to_compute(uint32_t bits) const {
-    if (!T::kFp8 || p_.query_dtype == DType::kFloat16) return bits;
-    const auto clamp = [](uint32_t b) { return fminf(fmaxf(__uint_as_float(b), -65504.f), 65504.f); };
-    return ptx::pack(clamp(bits << 16), clamp(bits & 0xffff0000u), __half{});
-  }
-
-  // Where the query is shared, no warp may still read the last one, and a barrier must follow.
-  __device__ __forceinline__ void install_query(Query<T>& query, const FetchedQuery<T>& fetched) const {
-    auto* fragments = reinterpret_cast<uint2*>(shared() + Plan::kQuery) + lane_;
-    query.shared = fragments;
-#pragma unroll
-    for (int i = 0; i < FetchedQuery<T>::kOwn; ++i) {
-      const int index = T::kQueryShared ? warp_ + i * T::kConsumerWarps : i;
-      if (index >= FetchedQuery<T>::kTotal) break;
-      const uint2 pair = make_uint2(to_compute(fetched.fragments[i].x), to_compute(fetched.fragments[i].y));
-      if (T::kQueryShared) fragments[index * 32] = pair;
-      else query.fragments[T::kQueryShared ? 0 : i] = pair;
-    }
+    for_query_chunks(slot, [&](int, int, char* at) {
+      auto* chunk = reinterpret_cast<uint4*>(at);
+      const uint4 v = *chunk;
+      *chunk = make_uint4(convert(v.x), convert(v.y), convert(v.z), convert(v.w));
+    });
   }
 
   // --- results ----------------------------------------------------------------------------------------

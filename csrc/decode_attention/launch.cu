@@ -1,10 +1,11 @@
 #include "launch.h"
 
+#include <map>
 #include <mutex>
-#include <set>
 #include <sstream>
 #include <stdexcept>
-#include <vector>
+#include <string_view>
+#include <unordered_map>
 
 #include "../common/launch.h"
 #include "kernel_params.h"
@@ -16,9 +17,14 @@ namespace bicl {
 namespace decode {
 namespace {
 
-std::vector<Kernel>& kernels() {
-  static std::vector<Kernel> all;  // filled while the library loads
+std::unordered_map<int, Kernel>& kernels() {
+  static std::unordered_map<int, Kernel> all;  // filled while the library loads
   return all;
+}
+
+int key_of(const Variant& v) {
+  const int family = std::string_view(v.family) == "sm90";
+  return (((family * 8 + static_cast<int>(v.stored)) * 512 + v.head_dim) * 128 + v.tile) * 4 + v.head_blocks;
 }
 
 constexpr int kMaxRingBytes = 192 * 1024;  // more depth gains nothing
@@ -30,37 +36,40 @@ int ring_stages(const Kernel& kernel, int entry_bytes, int max_shared_bytes) {
   return stages / kernel.groups * kernel.groups;
 }
 
-// Raises the kernel's limit of dynamic shared memory, once a kernel and card.
-void allow_shared(const Kernel& kernel, int device, int bytes) {
-  static std::mutex mutex;
-  static std::set<std::pair<const void*, int>> done;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (!done.insert({kernel.function.stub, device}).second) return;
-  BICL_CUDA_CHECK(
-      cudaFuncSetAttribute(runnable(kernel.function), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+// How many clusters of 1 << i CTAs fit on the card at once; 0 where it has none.
+struct ActiveClusters {
+  int count[4] = {};
+};
+
+ActiveClusters ask_active_clusters(const Kernel& kernel, int shared_bytes) {
+  ActiveClusters active;
+  for (int log2 = 1; log2 < 4; ++log2) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = 1 << log2;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(1 << log2);
+    config.blockDim = dim3(kernel.threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    BICL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&active.count[log2], runnable(kernel.function), &config));
+  }
+  return active;
 }
 
-// How many clusters fit at once, asked once a kernel, card and size.
-int active_clusters(const Kernel& kernel, const LaunchConfig& config, int device) {
+// What the driver is told and asked once a kernel and card.
+const ActiveClusters& prepare(const Kernel& kernel, int device, bool clusters) {
   static std::mutex mutex;
-  static std::vector<std::tuple<const void*, int, int, int>> known;
+  static std::map<std::pair<const Kernel*, int>, ActiveClusters> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  for (const auto& [function, d, size, count] : known)
-    if (function == kernel.function.stub && d == device && size == config.cluster) return count;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = config.cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t c = {};
-  c.gridDim = config.grid;
-  c.blockDim = config.block;
-  c.dynamicSmemBytes = config.shared_bytes;
-  c.attrs = &attribute;
-  c.numAttrs = 1;
-  int count = 0;
-  BICL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, runnable(kernel.function), &c));
-  known.emplace_back(kernel.function.stub, device, config.cluster, count);
-  return count;
+  const auto found = known.find({&kernel, device});
+  if (found != known.end()) return found->second;
+  const int shared_bytes = device_info(device).max_shared_bytes;
+  BICL_CUDA_CHECK(cudaFuncSetAttribute(runnable(kernel.function), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       shared_bytes));
+  return known[{&kernel, device}] = clusters ? ask_active_clusters(kernel, shared_bytes) : ActiveClusters{};
 }
 
 std::string describe(const Variant& v) {
@@ -73,14 +82,11 @@ std::string describe(const Variant& v) {
 
 }  // namespace
 
-void register_kernel(const Kernel& kernel) { kernels().push_back(kernel); }
+void register_kernel(const Kernel& kernel) { kernels().emplace(key_of(kernel.variant), kernel); }
 
 const Kernel* find_kernel(const Variant& v) {
-  for (const Kernel& k : kernels())
-    if (std::string_view(k.variant.family) == v.family && k.variant.stored == v.stored &&
-        k.variant.head_dim == v.head_dim && k.variant.tile == v.tile && k.variant.head_blocks == v.head_blocks)
-      return &k;
-  return nullptr;
+  const auto found = kernels().find(key_of(v));
+  return found == kernels().end() ? nullptr : &found->second;
 }
 
 }  // namespace decode
@@ -124,20 +130,25 @@ void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
   config.shared_bytes = k.stages * kernel->stage_bytes + kernel->fixed_bytes + entry_bytes;
   config.pdl = p.pdl && info.major >= 9;
   config.stream = stream;
-  allow_shared(*kernel, device, info.max_shared_bytes);
+  const ActiveClusters& active = prepare(*kernel, device, hopper);
   k.cluster_log2 = 0;
   const int pairs = p.sequences.batch * heads;
   if (hopper) {
-    int size = cluster_size(pairs, p.sequences.batch, p.num_sms, p.deterministic);
+    int size = cluster_size(pairs, p.sequences.batch, p.num_sms);
     if (p.force_cluster && p.sequences.batch <= 32) size = p.force_cluster;
-    config.cluster = size;
-    config.grid = dim3(size * pairs);
-    if (size > 1 && (p.force_cluster || active_clusters(*kernel, config, device) >= pairs))
-      k.cluster_log2 = size == 8 ? 3 : size == 4 ? 2 : 1;
+    const int log2 = size == 8 ? 3 : size == 4 ? 2 : size == 2 ? 1 : 0;
+    if (p.force_cluster || active.count[log2] >= pairs) k.cluster_log2 = log2;
   }
   config.cluster = 1 << k.cluster_log2;
-  if (config.cluster == 1)
-    config.grid = dim3(std::min(p.force_grid ? p.force_grid : stream_k_grid(pairs, p.num_sms), kMaxGrid));
+  int grid = std::min(p.force_grid ? p.force_grid : stream_k_grid(pairs, p.num_sms), kMaxGrid);
+  if (k.cluster_log2 > 0) {
+    // Uneven lengths leave the work to stream-K, which wants all SMs; a single sequence does so where its units find
+    // no room.
+    const bool maybe_uneven = p.sequences.batch > 1 || p.deterministic;
+    const int spare = maybe_uneven ? std::min(active.count[k.cluster_log2], grid / config.cluster) : 0;
+    grid = config.cluster * std::max(pairs, spare);
+  }
+  config.grid = dim3(grid);
   k.grid = FastDiv(config.grid.x);
   const int64_t workspace = static_cast<int64_t>(config.grid.x) * (p.deterministic ? kMaxUnits + 1 : 2) *
                             (8 * variant.head_blocks * (p.pages.padded_head_dim + 2)) * sizeof(float);

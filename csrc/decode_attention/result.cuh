@@ -32,7 +32,7 @@ template <typename T>
 __device__ __forceinline__ void write_final(const DecodeParams& p, int sequence, int query_head, int dim,
                                             const Piece& piece) {
   const bool some = piece.sum > 0.f;
-  const float factor = some ? p.pages.v_scale / piece.sum : 0.f;
+  const float factor = some ? __fdividef(p.pages.v_scale, piece.sum) : 0.f;
   const float4& o = piece.out;
   uint2 bits;
   if (T::kFp8 ? p.query_dtype == DType::kFloat16 : std::is_same_v<typename T::Compute, __half>) {

@@ -7,8 +7,8 @@
 //   |head 0   |head 1   |head 2   |head 0 |head 1 |head 2 |
 //   |---- CTA 0 ----|---- CTA 1 ----|---- CTA 2 ----|        stream-K: equal shares, cut anywhere
 //
-// Where CTAs work on several heads each, ending one counts as a block more, or CTAs full of short sequences would
-// come last.
+// A short head is charged as more blocks than it has, since its end takes longer than its copies: CTAs full of short
+// sequences would come last.
 //
 // "head" is a KV head, or one of its blocks of query heads where a group is larger than a CTA serves.
 // Deterministic: shares are cut only at unit boundaries, which depend on the sequence's own length, and units
@@ -24,9 +24,9 @@ constexpr int kMaxUnits = 16;  // units of one (sequence, head)
 
 // One sequence; the entry past the last one holds the sums.
 struct Entry {
-  int before;       // blocks of one head in all sequences before this one
-  int used_before;  // how many of those sequences have any
-  int length;       // tokens
+  int before;         // blocks of one head in all sequences before this one
+  int charge_before;  // what they are charged
+  int length;         // tokens
 };
 
 // The blocks a sequence's one query sees.
@@ -53,48 +53,61 @@ __device__ __forceinline__ int unit_blocks(int num_blocks) {
 }
 
 __device__ __forceinline__ int num_units(int num_blocks) {
+  if (num_blocks <= 32) return (num_blocks + 3) / 4;  // no division
   const int unit = unit_blocks(num_blocks);
   return (num_blocks + unit - 1) / unit;
 }
 
+// What a head of so many blocks counts when work is divided.
+__device__ __forceinline__ int charge_of(int num_blocks, int least) {
+  return num_blocks > 0 ? max(num_blocks, least) : 0;
+}
+
 // Fills entries[0 .. batch]. One warp.
 __device__ __forceinline__ void build_entries(Entry* entries, const Sequences& sequences, int window_left,
-                                              int multiple) {
+                                              int multiple, int least_charge) {
   constexpr int kPerLane = 4;  // neighbouring sequences a lane counts itself
   const int lane = threadIdx.x % 32;
-  int blocks_carry = 0, used_carry = 0;
+  int blocks_carry = 0, charge_carry = 0;
+  int next[kPerLane];  // on their way while the ones before are counted
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      next[i] = first + i < sequences.batch ? sequences.cache_seqlens[first + i] : 0;
+  };
+  load(lane * kPerLane);
 #pragma unroll 1
   for (int base = 0; base < sequences.batch; base += 32 * kPerLane) {
     const int first = base + lane * kPerLane;
     int length[kPerLane], blocks[kPerLane];
-    int own_blocks = 0, own_used = 0;
+    int own_blocks = 0, own_charge = 0;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i)
-      length[i] = first + i < sequences.batch ? sequences.cache_seqlens[first + i] : 0;
+    for (int i = 0; i < kPerLane; ++i) length[i] = next[i];
+    load(first + 32 * kPerLane);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       blocks[i] = visible_span(length[i], window_left, multiple).num_blocks;
       own_blocks += blocks[i];
-      own_used += blocks[i] > 0;
+      own_charge += charge_of(blocks[i], least_charge);
     }
-    int blocks_sum = own_blocks, used_sum = own_used;
+    int blocks_sum = own_blocks, charge_sum = own_charge;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int other_blocks = __shfl_up_sync(~0u, blocks_sum, step);
-      const int other_used = __shfl_up_sync(~0u, used_sum, step);
-      if (lane >= step) blocks_sum += other_blocks, used_sum += other_used;
+      const int other_charge = __shfl_up_sync(~0u, charge_sum, step);
+      if (lane >= step) blocks_sum += other_blocks, charge_sum += other_charge;
     }
-    int before = blocks_carry + blocks_sum - own_blocks, used = used_carry + used_sum - own_used;
+    int before = blocks_carry + blocks_sum - own_blocks, charge = charge_carry + charge_sum - own_charge;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      if (first + i < sequences.batch) entries[first + i] = {before, used, length[i]};
+      if (first + i < sequences.batch) entries[first + i] = {before, charge, length[i]};
       before += blocks[i];
-      used += blocks[i] > 0;
+      charge += charge_of(blocks[i], least_charge);
     }
     blocks_carry += __shfl_sync(~0u, blocks_sum, 31);
-    used_carry += __shfl_sync(~0u, used_sum, 31);
+    charge_carry += __shfl_sync(~0u, charge_sum, 31);
   }
-  if (lane == 0) entries[sequences.batch] = {blocks_carry, used_carry, 0};
+  if (lane == 0) entries[sequences.batch] = {blocks_carry, charge_carry, 0};
 }
 
 // Sequence, head and block of a position in the line.
@@ -109,19 +122,21 @@ struct Heads {
   int active;       // how many
 };
 
+// A CTA's positions in the line, and a sequence not behind the first.
+struct Bounds {
+  int begin, end, sequence;
+};
+
 class Line {
  public:
   __device__ __forceinline__ Line(const Entry* entries, int batch, int num_heads, const FastDiv& grid,
-                                  bool deterministic)
-      : entries_(entries), batch_(batch), num_heads_(num_heads), grid_(grid), deterministic_(deterministic) {
-    // Ending a head costs about as much as a block. It matters where CTAs work on several.
-    const Entry sum = entries[batch];
-    head_cost_ = sum.used_before * num_heads > static_cast<int>(grid.divisor) ? 1 : 0;
-    total_cost_ = (sum.before + head_cost_ * sum.used_before) * num_heads;
-  }
+                                  bool deterministic, int least_charge)
+      : entries_(entries), batch_(batch), num_heads_(num_heads), grid_(grid), deterministic_(deterministic),
+        least_charge_(least_charge), total_(entries[batch].charge_before * num_heads) {}
 
-  __device__ __forceinline__ Place place(int x) const {
-    const int sequence = find(x, 0);
+  // `hint`: a sequence not behind the one sought, and probably it.
+  __device__ __forceinline__ Place place(int x, int hint) const {
+    const int sequence = x < entries_[hint + 1].before * num_heads_ ? hint : find(x);
     const Entry entry = entries_[sequence];
     const unsigned blocks = entries_[sequence + 1].before - entry.before;
     const unsigned rest = x - entry.before * num_heads_;
@@ -130,17 +145,67 @@ class Line {
             entry.length};
   }
 
-  // Where CTA `cta`'s share begins; that of cta + 1 is where it ends.
-  __device__ __forceinline__ int begin(int cta) const {
-    const int cost = even_share(cta);
-    if (cost >= total_cost_) return entries_[batch_].before * num_heads_;
-    if (head_cost_ == 0 && !deterministic_) return cost;
-    const int sequence = find(cost, head_cost_);
+  // Moves on to the next head that has blocks; there must be one.
+  __device__ __forceinline__ void advance(int& sequence, int& head) const {
+    if (++head < num_heads_) return;
+    head = 0;
+    do ++sequence;
+    while (blocks(sequence) == 0);
+  }
+
+  // The head that follows a place's, from its first block; there must be one.
+  __device__ __forceinline__ Place after(const Place& place) const {
+    int sequence = place.sequence, head = place.head;
+    advance(sequence, head);
+    return {sequence, head, 0, blocks(sequence), entries_[sequence].length};
+  }
+
+  __device__ __forceinline__ int blocks(int sequence) const {
+    return entries_[sequence + 1].before - entries_[sequence].before;
+  }
+
+  // A CTA's share. By a whole warp, of which each half looks for one end.
+  __device__ __forceinline__ Bounds share_of(int cta) const {
+    int sequence = 0;
+    const int end = begin(cta + static_cast<int>(threadIdx.x % 32 / 16), sequence);
+    return {__shfl_sync(~0u, end, 0), __shfl_sync(~0u, end, 16), __shfl_sync(~0u, sequence, 0)};
+  }
+
+  // The CTA that computes block `block` of a place's head (deterministic: a block that begins a unit).
+  __device__ __forceinline__ int owner(const Place& place, int block) const {
+    const int charge = entries_[place.sequence].charge_before * num_heads_ +
+                       place.head * charge_of(place.num_blocks, least_charge_) + block;
+    const int grid = grid_.divisor;
+    if (total_ < grid) return charge;
+    int cta = min(static_cast<int>(__fdividef((charge + 0.5f) * grid, static_cast<float>(total_))), grid - 1);
+    while (even_share(cta) > charge) --cta;
+    while (even_share(cta + 1) <= charge) ++cta;
+    return cta;
+  }
+
+ private:
+  // The sequence that holds position x.
+  __device__ __forceinline__ int find(int x) const {
+    int low = 0, high = batch_;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (entries_[middle].before * num_heads_ <= x) low = middle;
+      else high = middle;
+    }
+    return low;
+  }
+
+  // Where CTA `cta`'s share begins, and a sequence not behind it. By half a warp, beside the other half.
+  __device__ __forceinline__ int begin(int cta, int& sequence) const {
+    const int charge = even_share(cta);
+    sequence = find_charge(charge);
+    if (charge >= total_) return entries_[batch_].before * num_heads_;
     const Entry entry = entries_[sequence];
     const int blocks = entries_[sequence + 1].before - entry.before;
-    const int rest = cost - (entry.before + head_cost_ * entry.used_before) * num_heads_;
-    const int head = static_cast<unsigned>(rest) / static_cast<unsigned>(blocks + head_cost_);
-    int block = rest - head * (blocks + head_cost_);
+    const unsigned rest = charge - entry.charge_before * num_heads_;
+    const unsigned per_head = charge_of(blocks, least_charge_);
+    const int head = rest / per_head;
+    int block = rest - head * per_head;
     if (deterministic_) {
       const int unit = unit_blocks(blocks);
       block = (block + unit - 1) / unit * unit;
@@ -148,43 +213,34 @@ class Line {
     return entry.before * num_heads_ + head * blocks + min(block, blocks);
   }
 
-  // The CTA that computes block `block` of a place's head (deterministic: a block that begins a unit).
-  __device__ __forceinline__ int owner(const Place& place, int block) const {
-    const Entry entry = entries_[place.sequence];
-    const int cost = (entry.before + head_cost_ * entry.used_before) * num_heads_ +
-                     place.head * (place.num_blocks + head_cost_) + block;
-    const int grid = grid_.divisor;
-    if (total_cost_ < grid) return cost;
-    int cta = min(static_cast<int>(__fdividef((cost + 0.5f) * grid, static_cast<float>(total_cost_))), grid - 1);
-    while (even_share(cta) > cost) --cta;
-    while (even_share(cta + 1) <= cost) ++cta;
-    return cta;
-  }
-
- private:
-  // The sequence that holds position x where every head of a sequence is `extra` longer than its blocks.
-  __device__ __forceinline__ int find(int x, int extra) const {
-    int low = 0, high = batch_;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if ((entries_[middle].before + extra * entries_[middle].used_before) * num_heads_ <= x) low = middle;
-      else high = middle;
+  // The sequence that holds a position counted in charges; half a warp looks at 16 places at a time.
+  __device__ __forceinline__ int find_charge(int charge) const {
+    constexpr int kLanes = 16;
+    const int half = threadIdx.x % 32 / kLanes, lane = threadIdx.x % kLanes;
+    int low = 0, step;
+    for (int width = batch_; width > 1; width = step) {
+      step = (width + kLanes - 1) / kLanes;
+      const int at = low + lane * step;
+      const bool reached = lane * step < width && at < batch_ && entries_[at].charge_before * num_heads_ <= charge;
+      const unsigned votes = __ballot_sync(~0u, reached) >> half * kLanes & 0xffffu;
+      low += (__popc(votes) - 1) * step;
     }
     return low;
   }
 
   // floor(cta * total / grid); one each where there is less than one a CTA.
   __device__ __forceinline__ int even_share(int cta) const {
-    if (total_cost_ < static_cast<int>(grid_.divisor)) return min(cta, total_cost_);
+    if (total_ < static_cast<int>(grid_.divisor)) return min(cta, total_);
     uint32_t rest;
-    const uint32_t quotient = grid_.divide(total_cost_, rest);
+    const uint32_t quotient = grid_.divide(total_, rest);
     return cta * quotient + grid_.divide(cta * rest);
   }
 
   const Entry* entries_;
-  int batch_, num_heads_, head_cost_, total_cost_;
+  int batch_, num_heads_;
   const FastDiv& grid_;
   bool deterministic_;
+  int least_charge_, total_;
 };
 
 }  // namespace bicl::decode

@@ -24,12 +24,10 @@ inline int stream_k_grid(int pairs, int num_sms) {
 
 // CTAs a cluster: few pairs share each among a cluster and combine through distributed shared memory, as long
 // as all clusters fit at once (a second wave costs more than it saves). 1: stream-K.
-inline int cluster_size(int pairs, int batch, int num_sms, bool deterministic) {
+inline int cluster_size(int pairs, int batch, int num_sms) {
   if (num_sms < 128 || batch > 32) return 1;  // a warp reads all lengths
   if (pairs < 5) return 1;                    // too few CTAs to draw the full bandwidth
   if (pairs <= 8) return 8;
-  // The units of long sequences find no room in smaller clusters; what is left to stream-K then must be enough CTAs.
-  if (deterministic) return pairs >= 14 && pairs <= 16 ? 4 : 1;
   if (pairs <= 16) return 4;
   if (pairs <= 64) return 2;
   return 1;

@@ -51,12 +51,18 @@ struct Traits {
   // Two warps share a block; block i of a unit belongs to group i % kGroups. A stage must never change
   // its group (a one-bit parity wait could pass a phase early), so kGroups divides the stage count.
   static constexpr int kGroups = kConsumerWarps / 2;
-  // Query fragments live in registers where they fit beside the accumulators.
+  // The queries of the next segments are copied into shared memory ahead: while pages stream, memory answers late.
+  static constexpr int kQuerySlots = Loader::kClusters ? 3 : 1;
+  static constexpr int kQueryStride = kHeadDim + (kFp8 ? 16 : 8);  // elements a row; more than D: no bank conflicts
+  static constexpr int kQueryBytes = kHeads * kQueryStride * 2;    // of a slot
+  // Fragments live in registers where they fit beside the accumulators, else they are read again for every block.
   static constexpr bool kQueryShared = kHeadBlocks * kHeadDim >= 192 || (kConsumerWarps == 8 && kHeadDim > 64);
   static constexpr int kRowBytes = kTile * kBytes;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kDimTiles = kHeadDim / kTile;
   static constexpr int kStageBytes = 2 * kBlockKeys * kHeadDim * kBytes;
+  // Blocks that even the shortest head is charged when work is divided: the end of one takes as long as this copy.
+  static constexpr int kLeastCharge = 112 * 1024 / kStageBytes;
   static constexpr int kMergeStride = kHeadDim + 4;  // floats; + 4 keeps the accumulator stores conflict-free
   static constexpr int kMergeFloats = kConsumerWarps * kHeads * kMergeStride;
   static constexpr int kVectors = kHeads * kHeadDim / 4;                          // float4 of one result
@@ -72,10 +78,13 @@ template <typename T>
 struct SharedPlan {
   static constexpr int kMaxStages = 16;
   static constexpr int kStats = T::kMergeFloats * 4;                         // float2 [warp][head]
-  static constexpr int kQuery = kStats + T::kConsumerWarps * T::kHeads * 8;  // fragments, if shared
-  static constexpr int kResult = kQuery + (T::kQueryShared ? T::kHeads * T::kHeadDim * 2 : 0);
-  static constexpr int kResultStats = kResult + T::kResults * 16;            // float2 beside each float4
-  static constexpr int kBarriers = kResultStats + T::kResults * 8;           // full, empty of each stage
+  static constexpr int kResultStats = kStats + T::kConsumerWarps * T::kHeads * 8;  // float2 beside each float4 of
+  static constexpr int kResult = kResultStats + T::kResults * 8;
+  // Query slot 0; the others lie before it, on results that only clusters have, which need a single slot.
+  static constexpr int kQuery = kResult + (T::kResults * 16 > T::kVectors * 16 + (T::kQuerySlots - 1) * T::kQueryBytes
+                                               ? T::kResults * 16
+                                               : T::kVectors * 16 + (T::kQuerySlots - 1) * T::kQueryBytes);
+  static constexpr int kBarriers = kQuery + T::kQueryBytes;                  // full, empty of each stage
   static constexpr int kScalars = kBarriers + kMaxStages * 16 + 16;          // one more barrier: peers' results
   static constexpr int kRing = (kScalars + 16 + 127) / 128 * 128;
 };

@@ -14,6 +14,7 @@ namespace bicl {
 struct StoreKvIndex {
   FastDiv chunks;  // D * e / 16
   FastDiv heads;
+  int page_log2;
 };
 
 // The chunk of elements that starts at column `first`, as stored. Columns past head_dim are zero.
@@ -26,7 +27,7 @@ __device__ __forceinline__ uint4 load_chunk(const In* row, int first, int head_d
   if (vectors && first + kElements <= head_dim) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
-      reinterpret_cast<uint4*>(in)[i] = __ldg(reinterpret_cast<const uint4*>(row + first) + i);
+      reinterpret_cast<uint4*>(in)[i] = ptx::load_now(reinterpret_cast<const uint4*>(row + first) + i);
   } else {
 #pragma unroll
     for (int i = 0; i < kElements; ++i)
@@ -39,7 +40,7 @@ __device__ __forceinline__ uint4 load_chunk(const In* row, int first, int head_d
   return *reinterpret_cast<uint4*>(out);
 }
 
-template <typename In, typename Out>
+template <typename In, typename Out, int kTile>
 __global__ void __launch_bounds__(256)
     store_kv_kernel(const __grid_constant__ StoreKvParams p, const StoreKvIndex index, bool vectors) {
   ptx::grid_dependency_wait();
@@ -50,16 +51,17 @@ __global__ void __launch_bounds__(256)
   const uint32_t token = index.heads.divide(index.chunks.divide(i, chunk), head);
   if (token >= p.num_tokens) return;
   const int64_t slot = p.slots[token];
-  if (slot < 0) return;
-  const int64_t page = slot / p.pages.page_size;  // a shift: page_size is a power of two
-  const int row = static_cast<int>(slot - page * p.pages.page_size);
-  const int64_t plane_size = plane_bytes(p.pages);
-  char* target = static_cast<char*>(p.pages.data) + chunk_offset(p.pages, page, row, head, 0, chunk);
   const int first = chunk * (kChunkBytes / sizeof(Out));
   const In* key = static_cast<const In*>(p.key) + token * p.key_token_stride + head * p.key_head_stride;
   const In* value = static_cast<const In*>(p.value) + token * p.value_token_stride + head * p.value_head_stride;
   const uint4 k = load_chunk<In, Out>(key, first, p.head_dim, p.pages.k_scale, vectors);
   const uint4 v = load_chunk<In, Out>(value, first, p.head_dim, p.pages.v_scale, vectors);
+  if (slot < 0) return;  // only now: the rows are on their way while the slot comes
+  const int64_t page = slot >> index.page_log2;
+  const int row = static_cast<int>(slot) & (p.pages.page_size - 1);
+  char* target = static_cast<char*>(p.pages.data) + head_page_offset(p.pages, page, head) +
+                 plane_chunk_offset(row, chunk, p.pages.page_size, kTile, p.pages.padded_head_dim, sizeof(Out));
+  const int plane_size = p.pages.page_size * p.pages.padded_head_dim * static_cast<int>(sizeof(Out));
   *reinterpret_cast<uint4*>(target) = k;
   *reinterpret_cast<uint4*>(target + plane_size) = v;
 }

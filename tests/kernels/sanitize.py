@@ -9,8 +9,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.cases import Step
-from support.device import decode_step
+from support.cases import Step, build_step
+from support.device import DEVICE, decode_step
 
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
@@ -18,6 +18,7 @@ from bicl.cache.layout import PageLayout
 from bicl.ops.cuda import sparse
 from bicl.ops.cuda.compact_tokens import compact_tokens
 from bicl.ops.cuda.decode_attention import decode_attention
+from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
 from bicl.ops.cuda.workspace import Workspace
 from bicl.sparse.index import make_indexes
 from bicl.sparse.selection import SelectionRule
@@ -69,6 +70,31 @@ def choose_and_compact(backend: CudaBackend, step: Step, dtype: torch.dtype) -> 
     compact_tokens(layer, meta.page_table[3], positions, target, fresh)
 
 
+def prefill(backend: CudaBackend, layout: PageLayout, group: int, dtype: torch.dtype) -> None:
+    lengths = [(1, 1), (5, 70), (0, 50), (130, 200), (64, 0)]
+    step = build_step(lengths, layout, group=group, dtype=dtype, device=DEVICE, filled=False)
+    backend.store(step.layer, step.key, step.value, step.slots)
+    query, meta = step.query, step.meta
+    tokens, batch = query.shape[0], meta.batch_size
+    size = workspace_bytes(tokens, batch, group, layout.padded_head_dim, DEVICE)
+    for variant in ({}, {"deterministic": True}, {"force_sm80": True}):
+        for window in (-1, 40):
+            plan = plan_prefill(
+                torch.empty(size, dtype=torch.uint8, device=DEVICE),
+                step.layer,
+                meta.cu_seqlens_q,
+                meta.cache_seqlens,
+                num_tokens=tokens,
+                num_q_heads=query.shape[1],
+                window_left=window,
+                **variant,
+            )  # type: ignore[arg-type]
+            out = torch.empty_like(query)
+            prefill_attention(
+                query, step.layer, meta.page_table, meta.cache_seqlens, plan, out=out, scale=0.1
+            )
+
+
 def main() -> None:
     backend = CudaBackend()
     workspace = Workspace("cuda", 128, 16, 1 << 12, deterministic=True)
@@ -91,6 +117,7 @@ def main() -> None:
                 )  # type: ignore[arg-type]
         backend.gather(step.layer, meta.page_table, meta.cache_seqlens)
         choose_and_compact(backend, step, dtype)
+        prefill(backend, layout, group, dtype)
         pages = torch.arange(2, device="cuda")
         backend.copy_pages([step.layer], pages, pages + 2)
     torch.cuda.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -165,6 +166,46 @@ def test_deterministic_results_do_not_depend_on_batch_mates_or_schedule(
     for options in ({"force_grid": 1}, {"force_grid": 60}, {"force_cluster": 1}):
         assert torch.equal(rows(slice(None), **options), together)
     assert torch.equal(rows(slice(2, 6)), together[2:6])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("stored", ["bf16", "bf16 on e4m3"])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [9000] + [1] * 60,  # one CTA ends dozens of heads while others share one
+        [1] * 31 + [0, 0, 5000],
+        [64, 0, 130] * 50,
+        [(97 * i) % 130 for i in range(600)],  # more lengths than a warp counts at a time
+        [4096, 1],  # a small batch whose lengths are too uneven for clusters
+        [1500] * 3,  # clusters for which there are more SMs than work
+    ],
+    ids=["long and short", "short and long", "padding between", "crowd", "uneven pair", "even"],
+)
+def test_shares_of_uneven_batches_add_up(
+    backend: CudaBackend,
+    workspace: Workspace,
+    lengths: list[int],
+    stored: str,
+    deterministic: bool,
+) -> None:
+    dtype, pages = STORED[stored]
+    step = decode_step(backend, lengths, layout_of(8, 128, pages), group=8, dtype=dtype)
+    truth = decode_truth(step, scale=0.09)
+    out, lse = run(step, workspace, scale=0.09, deterministic=deterministic)
+    assert_close_enough(out, truth.out, truth.same_precision)
+    assert_lse_close(lse, truth.lse)
+
+
+def test_query_rows_that_copies_cannot_read_are_refused(
+    backend: CudaBackend, workspace: Workspace
+) -> None:
+    step = decode_step(
+        backend, [70, 3], layout_of(2, 64, torch.bfloat16), group=4, dtype=torch.bfloat16
+    )
+    odd = torch.zeros(2, 8, 68, device="cuda", dtype=torch.bfloat16)[..., 2:66]
+    with pytest.raises(ValueError, match="query rows must be 16-byte aligned"):
+        run(replace(step, query=odd), workspace, scale=0.1)
 
 
 def test_query_and_out_may_be_slices(backend: CudaBackend, workspace: Workspace) -> None:

@@ -71,13 +71,14 @@ def _decode(batch: PagedBatch) -> Prepared:
     tables = batch.page_tables(PAGE)
     out = torch.empty_like(batch.query)
     space = workspace(batch.arena.device, False)
-    run = _module().decode_attention
+    run = _module().bind_decode_attention(
+        layer.pages, PAGE, 1.0, 1.0, space.partials, space.counters
+    )
 
     def call(table: torch.Tensor) -> torch.Tensor:
         run(
-            *(out, None, batch.query, layer.pages, table, batch.cache_seqlens),
-            *(space.partials, space.counters, PAGE, 1.0, 1.0, SCALE, 0.0, -1),
-            *(False, False, False, 0, 0),
+            *(out, None, batch.query, table, batch.cache_seqlens, SCALE, 0.0, -1),
+            *(False, 0, False, 0, 0),
         )
         return out
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bicl.ops.cuda import library
 from bicl.ops.cuda.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -51,23 +50,17 @@ def decode_attention(
         ValueError: shapes, dtypes or devices that do not fit; the message names them.
         RuntimeError: the combination is not compiled in, or the launch failed.
     """
-    library.module().decode_attention(
+    workspace.decode_attention_on(layer)(
         out,
         lse,
         query,
-        layer.pages,
         page_table,
         cache_seqlens,
-        workspace.partials,
-        workspace.counters,
-        layer.layout.page_size,
-        layer.k_scale,
-        layer.v_scale,
         scale,
         softcap,
         window_left,
         deterministic,
-        int(pdl) + int(pdl and late_table),
+        (2 if late_table else 1) if pdl else 0,
         force_sm80,
         force_cluster,
         force_grid,
