@@ -7,10 +7,10 @@ part of a decode step, store included, in a replayed CUDA graph, KV and index co
 turns:
 
 * ``dense``      store, attention over all pages
-* ``sparse``     store, index of completed pages, choice of tiles, attention over them
+* ``sparse``     store and index, choice of tiles, attention over them
 * ``read only``  store, attention over a choice made beforehand; ``sparse`` minus this is what
   indexing and choosing cost
-* ``choice``     index and choice alone, one after the other
+* ``choice``     the choice alone, one after the other
 
 ``memory``: the same engine in compact mode: pages that a long prompt holds in the sparse layers
 after its prefill, in bytes, beside those of the full cache.
@@ -26,7 +26,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,51 +65,57 @@ SOURCE_GB = 14.3
 """KV of the source's example, which it says shrinks to 4.1."""
 ARENA_BYTES = 20 << 30
 DRAM_BYTES_PER_US = 4.55e6
+COLD_INDEX_BYTES = 1 << 27
 
 
 def layer_row(
     arena: Arena, context: int, batch: int, config: HySparseConfig, rounds: int
 ) -> dict[str, Any]:
     """One shape of the ``layer`` section."""
-    sequences = PagedBatch.decode(arena, MAIN_HEADS, (context,) * batch)
+    tokens = context - PAGE // 2  # one step in 64 completes a page; this is one of the others
+    sequences = PagedBatch.decode(arena, MAIN_HEADS, (tokens,) * batch)
     layout = PageLayout(MAIN_HEADS.kv, HEAD_DIM, torch.bfloat16, PAGE)
     layer = arena.tiles(layout, sequences.num_pages(PAGE))
     dense = CudaBackend()
-    sparse = SparseBackend(dense, config, make_indexes({0: layer}, "bounds", torch.bfloat16))
-    sparse.index_pages(0, torch.arange(layer.num_pages, device="cuda"))
+    # KV passes the cache by, so the index must be cold by itself, as behind a model's other layers.
+    copies = -(-COLD_INDEX_BYTES // (layer.num_pages * index_bytes(layout, "bounds", layout.dtype)))
+    backends = [
+        SparseBackend(dense, config, make_indexes({0: layer}, "bounds", layout.dtype))
+        for _ in range(copies)
+    ]
+    for backend in backends:
+        backend.index_pages(0, torch.arange(layer.num_pages, device="cuda"))
+        backend.plan(sequences.metadata(PAGE)[0])
     key, value = torch.randn(2, batch, MAIN_HEADS.kv, HEAD_DIM, device="cuda").bfloat16()
     out = torch.empty_like(sequences.query)
     sparsity = torch.full((batch,), config.sparsity_ratio, device="cuda")
     metas = [_storing(meta, sparsity) for meta in sequences.metadata(PAGE)]
-    index = sparse.indexes[0]
-    chosen = [sparse.select(sequences.query, index, meta, SCALE) for meta in metas]
+    sparse = [(backend, meta) for backend in backends for meta in metas]
+    chosen = [_selected(backends[0], sequences.query, meta) for meta in metas]
 
     def run(backend: CudaBackend | SparseBackend, meta: AttentionMetadata) -> None:
         backend.store(layer, key, value, meta.slot_mapping)
         backend.run(sequences.query, layer, meta, scale=SCALE, out=out)
 
-    def choice(meta: AttentionMetadata) -> None:
-        sparse._ops.index_pages(layer, index, meta.slot_mapping)
-        sparse.select(sequences.query, index, meta, SCALE)
-
     comparison = compare(
         {
             "dense": [partial(run, dense, meta) for meta in metas],
-            "sparse": [partial(run, sparse, meta) for meta in metas],
+            "sparse": [partial(run, backend, meta) for backend, meta in sparse],
             "read only": [partial(run, dense, meta) for meta in chosen],
-            "choice": [partial(choice, meta) for meta in metas],
+            "choice": [partial(_selected, b, sequences.query, meta) for b, meta in sparse],
         },
         rounds=rounds,
     )
     if comparison.errors:
         raise RuntimeError(f"batch {batch}, context {context}: {comparison.errors}")
     us = {name: sample.median for name, sample in comparison.samples.items()}
-    tiles = -(-context // PAGE)
+    tiles = -(-tokens // PAGE)
     kept = -(-int(chosen[0].cache_seqlens[0]) // PAGE)
     read = kv_bytes((kept * PAGE,) * batch, MAIN_HEADS.kv)
-    scored = batch * tiles * index_bytes(layout, "bounds", torch.bfloat16)
+    scored = batch * tiles * index_bytes(layout, "bounds", layout.dtype)
     return {
         "context": context,
+        "tokens": tokens,
         "batch": batch,
         "max_k": config.max_k,
         "tiles": tiles,
@@ -117,13 +123,19 @@ def layer_row(
         "us": us,
         "spread": {n: [s.p20, s.p80] for n, s in comparison.samples.items()},
         "floor_us": {
-            "dense": kv_bytes((context,) * batch, MAIN_HEADS.kv) / DRAM_BYTES_PER_US,
+            "dense": kv_bytes((tokens,) * batch, MAIN_HEADS.kv) / DRAM_BYTES_PER_US,
             "sparse": (read + scored) / DRAM_BYTES_PER_US,
         },
         "speedup": us["dense"] / us["sparse"],
         "selection_us": us["sparse"] - us["read only"],
         "selection_share": (us["sparse"] - us["read only"]) / us["sparse"],
     }
+
+
+def _selected(
+    backend: SparseBackend, query: torch.Tensor, meta: AttentionMetadata
+) -> AttentionMetadata:
+    return backend.select(query, backend.indexes[0], meta, SCALE)
 
 
 def _storing(meta: AttentionMetadata, sparsity: torch.Tensor) -> AttentionMetadata:
@@ -149,16 +161,18 @@ def step_section(loaded: LoadedModel, ratio: float, rounds: int) -> dict[str, An
     sparse = runner.shadow.sparse
     for number in sparse.indexes:
         sparse.index_pages(number, torch.arange(runner.pool.num_pages, device="cuda"))
+    runner.graphs._sizes = [STEP_BATCH]  # the others would only take time
     runner.graphs.capture()
     table = np.random.default_rng(0).permutation(STEP_BATCH * pages).astype(np.int32)
     table = table.reshape(STEP_BATCH, pages)
-    last = STEP_CONTEXT - 1
+    tokens = STEP_CONTEXT - PAGE // 2
+    last = tokens - 1
     step = (
         np.full(STEP_BATCH, 5),
         np.full(STEP_BATCH, last),
         table,
-        np.full(STEP_BATCH, STEP_CONTEXT, dtype=np.int32),
-        table[:, -1].astype(np.int64) * PAGE + PAGE - 1,
+        np.full(STEP_BATCH, tokens, dtype=np.int32),
+        table[:, -1].astype(np.int64) * PAGE + last % PAGE,
     )
     sparsity = np.full(STEP_BATCH, ratio, dtype=np.float32)
     calls: dict[str, Callable[[], object]] = {
@@ -170,6 +184,7 @@ def step_section(loaded: LoadedModel, ratio: float, rounds: int) -> dict[str, An
         "model": "Llama-3.1-8B shape, random weights, bf16",
         "batch": STEP_BATCH,
         "context": STEP_CONTEXT,
+        "tokens": tokens,
         "layers": loaded.model.config.num_hidden_layers,
         "sparse_layers": len(sparse.indexes),
         "us": us,
@@ -267,32 +282,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     meta["command"] = " ".join(["python", "-m", "bench.hysparse.speed", *sys.argv[1:]])
     result: dict[str, Any] = {"meta": meta, "ratio": options.ratio}
     if "layer" in options.sections:
-        result["layer"] = rows = []
-        arena = Arena(ARENA_BYTES)
-        whole = HySparseConfig(sparsity_ratio=options.ratio, max_k=CONTEXTS[-1] // PAGE)
-        capped = HySparseConfig(sparsity_ratio=options.ratio)
-        shapes = [(context, batch, whole) for context in CONTEXTS for batch in BATCHES]
-        shapes += [(CONTEXTS[-1], batch, capped) for batch in BATCHES]  # where max_k decides
-        for context, batch, config in shapes:
-            rows.append(row := layer_row(arena, context, batch, config, options.rounds))
+        result["layer"] = []
+        for row in layer_section(options.ratio, options.rounds):
+            result["layer"].append(row)
             print(_line(row), flush=True)
-        del arena
+            _save(result, options.out)
         torch.cuda.empty_cache()
     if {"step", "memory"} & set(options.sections):
         loaded = random_llama("8b", "cuda", torch.bfloat16)
-        if "step" in options.sections:
-            result["step"] = step = step_section(loaded, options.ratio, options.rounds * 3)
-            print(f"step: {step['us']}, {step['speedup']:.2f}x", flush=True)
+    if "step" in options.sections:
+        result["step"] = step = step_section(loaded, options.ratio, options.rounds * 3)
+        print(f"step: {step['us']}, {step['speedup']:.2f}x", flush=True)
+        _save(result, options.out)
         torch.cuda.empty_cache()
-        if "memory" in options.sections:
-            result["memory"] = memory = memory_section(loaded)
-            print(f"memory: {memory}", flush=True)
+    if "memory" in options.sections:
+        result["memory"] = memory = memory_section(loaded)
+        print(f"memory: {memory}", flush=True)
     verdicts = targets(result)
     result["targets"] = [str(verdict) for verdict in verdicts]
+    _save(result, options.out)
     print("\n".join(result["targets"]))
     print(f"{sum(verdict.passed for verdict in verdicts)} of {len(verdicts)} targets met")
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def layer_section(ratio: float, rounds: int) -> Iterator[dict[str, Any]]:
+    """All shapes with the ratio alone in force, and those in which the default max_k decides."""
+    arena = Arena(ARENA_BYTES)
+    whole = HySparseConfig(sparsity_ratio=ratio, max_k=CONTEXTS[-1] // PAGE)
+    capped = HySparseConfig(sparsity_ratio=ratio)
+    shapes = [(context, batch, whole) for context in CONTEXTS for batch in BATCHES]
+    shapes += [(CONTEXTS[-1], batch, capped) for batch in BATCHES]
+    for context, batch, config in shapes:
+        yield layer_row(arena, context, batch, config, rounds)
+
+
+def _save(result: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _line(row: dict[str, Any]) -> str:
