@@ -91,6 +91,12 @@ SCENARIOS = {
     "llama-host-cache-tp2": Scenario(
         "llama", environment=HOST_CACHE, world_size=2, host_cache=True
     ),
+    "llama-hysparse-host-cache": Scenario(  # prompts this short are read whole
+        "llama",
+        environment=HOST_CACHE | {"BICL_ENABLE_HYSPARSE": "1", "BICL_HYSPARSE_FORCE": "1"},
+        without=("capacity_fills_the_memory_and_no_more",),  # an index lies beside the pages
+        host_cache=True,
+    ),
     "qwen3-host-cache": Scenario(
         "qwen3", environment=HOST_CACHE, without=CHUNKING, host_cache=True
     ),
