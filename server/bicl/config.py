@@ -152,9 +152,10 @@ class KVCacheConfig:
 
     def _check_tiers(self) -> None:
         host, folder, disk = self.host_cache_size, self.disk_cache_dir, self.disk_cache_size
-        for name, size in (("--host-cache-size", host), ("--disk-cache-size", disk)):
-            if size not in (None, "auto", "0") or (size == "auto" and size is disk):
-                parse_memory(str(size), 1 << 62, name)
+        if host not in ("auto", "0"):
+            parse_memory(host, 1 << 62, "--host-cache-size")
+        if disk is not None:
+            parse_memory(disk, 1 << 62, "--disk-cache-size")
         if (folder is None) != (disk is None):
             raise ConfigError("--disk-cache-dir and --disk-cache-size belong together; give both")
         if folder is not None and host == "0":

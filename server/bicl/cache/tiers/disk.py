@@ -25,7 +25,7 @@ from typing import TextIO
 import xxhash
 
 from bicl.cache.policy import make_policy
-from bicl.cache.tiers.index import Block, BlockIndex
+from bicl.cache.tiers.index import USED_CHAINS, Block, BlockIndex
 from bicl.errors import ConfigError
 
 __all__ = ["DiskReadError", "DiskStore"]
@@ -93,7 +93,7 @@ class DiskStore:
         self.num_bytes = 0
         self.evicted_pages = 0
         # Chains used in the tiers above; looked at only when something must leave.
-        self.used_elsewhere: deque[Sequence[bytes]] = deque(maxlen=4096)
+        self.used_elsewhere: deque[Sequence[bytes]] = deque(maxlen=USED_CHAINS)
         self._index = BlockIndex(make_policy(policy, max_bytes // self.file_bytes), _PARENT_BYTES)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

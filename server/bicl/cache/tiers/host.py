@@ -13,7 +13,7 @@ from bicl.cache.keys import PageChain
 from bicl.cache.policy import make_policy
 from bicl.cache.tags import PageTags
 from bicl.cache.tiers.arena import HostArena
-from bicl.cache.tiers.index import Block, BlockIndex
+from bicl.cache.tiers.index import USED_CHAINS, Block, BlockIndex
 from bicl.errors import CapacityError
 
 __all__ = ["HostStore"]
@@ -37,7 +37,7 @@ class HostStore:
         self.evicted_pages = 0
         self._clock = clock
         # Chains used in the pool; looked at only when something must leave.
-        self.used_elsewhere: deque[Sequence[bytes]] = deque(maxlen=4096)
+        self.used_elsewhere: deque[Sequence[bytes]] = deque(maxlen=USED_CHAINS)
         self._free = list(range(arena.num_slots - 1, -1, -1))
         self._index = BlockIndex(make_policy(policy, arena.num_slots))
 

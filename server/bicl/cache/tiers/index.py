@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from bicl.cache.policy import EvictionPolicy
 
-__all__ = ["Block", "BlockIndex"]
+__all__ = ["USED_CHAINS", "Block", "BlockIndex"]
+
+USED_CHAINS = 256
+"""Uses above a tier that it remembers until something must leave: bounds that moment's work."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,11 +84,17 @@ class BlockIndex:
     def victim(self, may_leave: Callable[[Block], bool]) -> Block | None:
         """The block to evict next: the end of the chain that the policy's first candidate is in.
         None if nothing may leave."""
+        kept = []
+        found = None
         for key in self._policy.candidates():
             block = self._blocks[self._end_of_chain(key)]
             if may_leave(block):
-                return block
-        return None
+                found = block
+                break
+            kept.append(key)
+        for key in kept:  # in use or pinned: not to be looked at again with every victim
+            self._policy.touch(key)
+        return found
 
     def _end_of_chain(self, key: bytes) -> bytes:
         for _ in range(len(self._blocks)):  # names on a disk could claim a ring
