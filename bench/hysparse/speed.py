@@ -267,7 +267,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("bench/results/hysparse-h200.json"))
     parser.add_argument("--ratio", type=float, default=0.65)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--commit", help="of the sources, where there is no repository to ask")
     return parser.parse_args(arguments)
