@@ -126,6 +126,23 @@ def test_the_best_page_is_found_and_the_first_and_recent_ones_stay() -> None:
     assert table[7] in chosen.page_table[0, 1, :5].tolist()
 
 
+@pytest.mark.parametrize("combine", ["softmax", "max"])
+def test_every_query_head_of_a_group_of_eight_gets_its_page(combine: str) -> None:
+    """Eight needles on eight pages, one for each query head of a KV head. (A60)"""
+    layout = PageLayout(1, 64, torch.float32, swizzle=False)
+    step = decode_step((64 * 60 + 9,), layout, group=8)
+    backend = sparse_backend(step.layer, combine=combine)
+    pages = torch.arange(8) * 7 + 2
+    for head, page in enumerate(pages.tolist()):
+        step.key[64 * page + 30, 0] = 12 * step.query[0, head] / step.query[0, head].norm()
+    filled(step, backend)
+    meta = with_sparsity(step, 0.8)
+    chosen = backend.select(step.query, backend.indexes[0], meta, SCALE)
+    assert int(chosen.cache_seqlens[0]) == 64 * 12 + 9
+    kept = chosen.page_table[0, 0, :13].tolist()
+    assert set(step.meta.page_table[0, pages].tolist()) <= set(kept)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *FP8_DTYPES], ids=str)
 def test_the_index_describes_the_keys_as_stored(dtype: torch.dtype) -> None:
     layout = PageLayout(3, 80, dtype, swizzle=True)

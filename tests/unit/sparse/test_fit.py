@@ -1,0 +1,105 @@
+"""Calibration: it learns what the attention looks at, and its file carries that over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bicl.errors import ConfigError
+from bicl.sparse.fit import (
+    GATE_NAME,
+    Recording,
+    find_gate,
+    fit,
+    load_gate,
+    open_gate,
+    save_gate,
+)
+from bicl.sparse.selection import SelectionRule
+from bicl.sparse.sgm import BoundGate, SpatialGate
+
+RULE = SelectionRule(page_size=64, max_k=512, first=1, recent=2, floor=0)
+
+
+def recording(seed: int, pages: int = 24) -> Recording:
+    """Pages have a direction in the first eight dims. In the others their keys lie more or less
+    far apart, which widens the boxes; but queries hardly look there."""
+    generator = torch.Generator().manual_seed(seed)
+    centre = torch.randn(pages, 1, 2, 16, generator=generator)
+    spread = torch.rand(pages, 1, 2, 16, generator=generator) * 12
+    noise = torch.randn(pages, 64, 2, 16, generator=generator)
+    key = centre + 0.3 * noise
+    key[..., 8:] = (spread * noise)[..., 8:]
+    query = torch.randn(60, 4, 16, generator=generator) * 3
+    query[:, :, 8:] *= 0.1
+    position = torch.arange(60) * 5 + pages * 64 - 300
+    return Recording(query, key.flatten(0, 1), position, 0.25)
+
+
+@pytest.mark.parametrize("kind", ["bounds", "gate"])
+def test_a_fit_loses_less_attention_on_queries_that_it_has_not_seen(kind: str) -> None:
+    recordings = {3: [recording(0), recording(1)], 5: [recording(2)]}
+    told: list[tuple[int, int]] = []
+    gate, report = fit(
+        recordings, kind, RULE, 0.65, steps=40, progress=lambda *done: told.append(done)
+    )
+    assert [layer.layer for layer in report.layers] == [3, 5]
+    assert report.mean("best") < report.mean("after") < report.mean("before")
+    assert report.kind == gate.kind == kind
+    assert report.parameters == sum(p.numel() for p in gate.parameters()) < 5000
+    assert report.queries == (96, 24)
+    assert told[-1] == (40, 40)
+
+
+def test_texts_that_leave_nothing_out_are_refused() -> None:
+    with pytest.raises(ConfigError, match="too short"):
+        fit({3: [recording(0, pages=6)]}, "bounds", SelectionRule(64, 512, 1, 2, 32), 0.65, steps=1)
+
+
+@pytest.mark.parametrize("kind", ["bounds", "gate"])
+def test_a_gate_comes_back_from_its_file(tmp_path: Path, kind: str) -> None:
+    gate = BoundGate((2, 4), 32) if kind == "bounds" else SpatialGate(32)
+    for parameter in gate.parameters():
+        parameter.data.normal_()
+    save_gate(tmp_path / GATE_NAME, gate, {"model": "a"})
+    found = find_gate(tmp_path)
+    assert found is not None
+    back = open_gate(found)
+    assert back is not None
+    assert (back.kind, back.head_dim) == (kind, 32)
+    for name, value in gate.state_dict().items():
+        assert torch.equal(back.state_dict()[name], value)
+    if isinstance(back, BoundGate):
+        assert back.layers == (2, 4)
+
+
+def test_a_wide_gate_keeps_its_basis(tmp_path: Path) -> None:
+    gate = SpatialGate(256, torch.linalg.qr(torch.randn(256, 256))[0][:128])
+    save_gate(tmp_path / "g", gate)
+    back = load_gate(tmp_path / "g")
+    assert isinstance(back, SpatialGate)
+    assert torch.equal(back.matrix("key"), gate.matrix("key"))
+
+
+def test_files_that_are_no_gates_are_refused_by_name(tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    save_file({"a": torch.zeros(1)}, str(other))
+    for path in (other, tmp_path / "absent", tmp_path):
+        with pytest.raises(ConfigError, match=r"gate file .* cannot be used"):
+            load_gate(path)
+
+
+def test_the_gate_beside_a_model_is_found_and_its_absence_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert find_gate(file) is None
+    assert find_gate("owner/name") is None
+    assert open_gate(None) is None
+    assert "analytic start" in caplog.text
+    save_gate(tmp_path / GATE_NAME, BoundGate((1,), 16))
+    assert find_gate(file) == str(tmp_path / GATE_NAME)

@@ -1,0 +1,83 @@
+"""All variants keep as many keys, the same ones always, and what each of them promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bicl.sparse.selection import SelectionRule
+from bicl.sparse.sgm import BoundGate, SpatialGate
+from bicl.sparse.variants import VARIANTS, Choice, DecodeRows, kept_keys
+
+RULE = SelectionRule(page_size=64, max_k=512, first=1, recent=2, floor=0)
+TOKENS = 64 * 20 + 17
+
+
+def rows(shared: tuple[int, ...] = (TOKENS, TOKENS, 900), seed: int = 0) -> DecodeRows:
+    generator = torch.Generator().manual_seed(seed)
+    count = len(shared)
+    length = torch.tensor(shared, dtype=torch.int32) + 5
+    query = torch.randn(count, 4, 64, generator=generator) * 2
+    key = torch.randn(TOKENS, 2, 64, generator=generator)
+    return DecodeRows(query, key, torch.tensor(shared, dtype=torch.int32), length, 0.125)
+
+
+def choice(sparsity: float = 0.65, count: int = 3) -> Choice:
+    weights = BoundGate((0,), 64).weights_of(0).detach()
+    return Choice(RULE, torch.full((count,), sparsity), weights, SpatialGate(64))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sparsity", [0.3, 0.65, 0.9])
+def test_every_variant_keeps_as_many_keys_and_the_windows_at_both_ends(
+    variant: str, sparsity: float
+) -> None:
+    """(A55)"""
+    shown = rows()
+    with torch.inference_mode():
+        kept = kept_keys(variant, shown, choice(sparsity))
+    tiles = (shown.length + 63) // 64
+    skipped = tiles - RULE.tiles_to_keep(tiles, torch.full((3,), sparsity))
+    expected = shown.shared - skipped * 64
+    assert torch.equal(kept.sum(-1), expected[:, None].expand(-1, 2).long())
+    for row, (length, shared) in enumerate(zip(shown.length, shown.shared, strict=True)):
+        recent = int((length + 63) // 64 - 2) * 64
+        assert kept[row, :, :64].all()
+        assert kept[row, :, recent:shared].all()
+        assert not kept[row, :, shared:].any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_zero_sparsity_keeps_everything_seen(variant: str) -> None:
+    shown = rows()
+    with torch.inference_mode():
+        kept = kept_keys(variant, shown, choice(0.0))
+    seen = torch.arange(TOKENS) < shown.shared[:, None]
+    assert torch.equal(kept, seen[:, None].expand(-1, 2, -1))
+
+
+def mass(variant: str, sparsity: float = 0.8) -> float:
+    shown = rows(seed=3)
+    with torch.inference_mode():
+        kept = kept_keys(variant, shown, choice(sparsity))
+    query = shown.query.unflatten(1, (2, 2))
+    scores = torch.einsum("rhgd,thd->rhgt", query, shown.key) * shown.scale
+    hidden = torch.arange(TOKENS) >= shown.shared[:, None]
+    share = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+    return float((share * kept[:, :, None]).sum(-1).mean())
+
+
+def test_true_attention_keeps_most_and_our_boxes_more_than_chance() -> None:
+    kept = {variant: mass(variant) for variant in VARIANTS}
+    assert max(kept, key=kept.__getitem__) == "oracle-token"
+    tiles = ("bounds", "quest", "sink-recent", "random", "gate")
+    assert all(kept["oracle"] >= kept[name] for name in tiles)
+    assert kept["bounds"] > kept["random"]
+
+
+def test_the_literal_form_spreads_its_choice_over_all_windows() -> None:
+    """A softmax inside each window makes windows alike: none may be left out."""
+    with torch.inference_mode():
+        kept = kept_keys("literal", rows(), choice(0.65))
+    windows = kept[0, :, : 64 * 18].unflatten(1, (18, 64)).sum(-1)
+    assert windows.min() > 0
