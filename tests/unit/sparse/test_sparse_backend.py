@@ -134,7 +134,7 @@ def test_every_query_head_of_a_group_of_eight_gets_its_page(combine: str) -> Non
     backend = sparse_backend(step.layer, combine=combine)
     pages = torch.arange(8) * 7 + 2
     for head, page in enumerate(pages.tolist()):
-        step.key[64 * page + 30, 0] = 12 * step.query[0, head] / step.query[0, head].norm()
+        step.key[64 * page + 30, 0] = 40 * step.query[0, head] / step.query[0, head].norm()
     filled(step, backend)
     meta = with_sparsity(step, 0.8)
     chosen = backend.select(step.query, backend.indexes[0], meta, SCALE)
