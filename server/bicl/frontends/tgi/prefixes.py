@@ -134,9 +134,10 @@ class _Keeper:
             if row is None:
                 continue
             whole = batch.cache_lengths[i] // self._page_size
+            self._record(row, min(whole, row.chain.num_pages))
             if whole > row.chain.num_pages and self.tiers is not None:
                 self._extend(row, batch.all_input_ids[i], whole)
-            self._record(row, min(whole, row.chain.num_pages))
+                self._record(row, whole)
 
     def _bring(self, request: Any, chain: PageChain, pages: list[int], first: int) -> int:
         """Fill pages from the tiers, beginning with the ``first``; how many."""

@@ -71,8 +71,9 @@ class ShardTiers:
         self._tiers.save(chain, pages, first)
 
     def end_step(self) -> None:
-        """Every layer has waited for what was coming."""
-        self._coming.clear()
+        """Pages that are there need no more waiting; others do, if their request broke off before
+        its first step."""
+        self._coming = [fetch for fetch in self._coming if not fetch.settled]
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:
         """A step of prefill took so long: from then on it is known what a copy has to beat."""
