@@ -122,6 +122,11 @@ class CacheManager:
         return self._allocator.num_free + self._index.num_evictable_pages
 
     @property
+    def has_tiers(self) -> bool:
+        """Pages can come from outside the pool."""
+        return self._arrivals is not None
+
+    @property
     def waits_for_copies(self) -> bool:
         """Pages will come free when copies that were given up have ended."""
         return self._arrivals is not None and bool(self._arrivals.abandoned_pages)

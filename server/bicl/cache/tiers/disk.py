@@ -90,6 +90,7 @@ class DiskStore:
         self._mutex = threading.Lock()
         self._epoch = 0
         self._number = 0
+        self._deletion: threading.Thread | None = None
         self.num_bytes = 0
         self.evicted_pages = 0
         # Chains used in the tiers above; looked at only when something must leave.
@@ -193,17 +194,28 @@ class DiskStore:
                 self._delete(block)
 
     def flush(self, group: str | None = None) -> int:
-        """Delete every page, or those of one group. Returns how many."""
+        """Forget every page, or those of one group. Returns how many. Their folders are renamed at
+        once, which a crash cannot undo, and deleted in the background."""
         with self._mutex:
             self._epoch += 1
             name = None if group is None else _folder_of(group)
             gone = [block for block in self._index if name in (None, block.group)]
+            asides = []
+            for folder in {block.group for block in gone}:
+                self._number += 1
+                asides.append(self._folder / f"{self._number}{_ASIDE}")
+                with contextlib.suppress(OSError):
+                    (self._folder / folder).rename(asides[-1])
             for block in gone:
                 self._delete(block)
-            return len(gone)
+        self._deletion = threading.Thread(target=_delete_folders, args=(asides,), daemon=True)
+        self._deletion.start()
+        return len(gone)
 
     def close(self) -> None:
         """Let another process use the folder."""
+        if self._deletion is not None:
+            self._deletion.join()
         self._lock_file.close()
 
     # --- inside ------------------------------------------------------------------------------
@@ -270,10 +282,13 @@ class DiskStore:
     def _scan(self) -> None:
         """Find the pages of earlier runs; the oldest files count as least recently used."""
         found: list[tuple[float, Block]] = []
+        for aside in self._folder.glob(f"*{_ASIDE}"):
+            if aside.is_dir():
+                shutil.rmtree(aside)
+            else:
+                aside.unlink()
         for file in _files(self._folder):
-            if file.name.endswith(_ASIDE):
-                os.unlink(file.path)
-            elif name := _NAME.fullmatch(file.name):
+            if name := _NAME.fullmatch(file.name):
                 key, parent = bytes.fromhex(name[1]), bytes.fromhex(name[2])
                 stat, group = file.stat(), Path(file.path).parent.name
                 found.append((stat.st_mtime, Block(key, parent, b"", group, stat.st_size)))
@@ -330,6 +345,11 @@ def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
                 yield from _files(Path(entry.path))
             else:
                 yield entry
+
+
+def _delete_folders(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _size(folder: Path) -> int:

@@ -212,6 +212,8 @@ def test_groups_are_flushed_apart_and_cannot_leave_the_folder(opened, tmp_path: 
     store.close()
     store = opened()
     assert store.flush("lora") == 2
+    store._deletion.join()
+    assert len(list(store._folder.glob("*/*.page"))) == 2
     assert [n for n in range(1, 5) if key(n) in store] == [1, 3]
     assert store.flush() == 2
 
@@ -228,6 +230,7 @@ def test_flush_during_a_write_wins(opened, tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(disk, "_write_file", flushes_meanwhile)
     assert not write(store, 1)
+    store.close()
     assert [path for path in tmp_path.rglob("*") if path.suffix in (".page", ".tmp")] == []
 
 
@@ -264,3 +267,18 @@ def test_killed_while_writing_leaves_whole_pages_only(opened, tmp_path: Path) ->
         assert all(read(store, number) == page(number) for number in held)
         assert not list(tmp_path.rglob("*.tmp"))
         store.close()
+
+
+def test_flush_outlives_a_crash_before_its_files_are_deleted(
+    opened, tmp_path: Path, monkeypatch
+) -> None:
+    """(A18)"""
+    store = opened()
+    write(store, 1)
+    monkeypatch.setattr("bicl.cache.tiers.disk._delete_folders", lambda folders: None)
+    assert store.flush() == 1
+    assert len(list(tmp_path.rglob("*.page"))) == 1  # killed here
+    store.close()
+    store = opened()
+    assert len(store) == 0
+    assert not list(tmp_path.rglob("*.page"))

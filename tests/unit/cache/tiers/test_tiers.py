@@ -314,6 +314,7 @@ def test_flush_forgets_what_is_held_and_what_is_under_way(rig, tmp_path, monkeyp
     assert one.tiers.settle(10)
     for seed in (1, 2, 3):
         assert one.tiers.num_in_host(chain(2 * PAGE, seed=seed), 0, 2) == 0
+    one.tiers.close()
     assert not list(tmp_path.rglob("*.page"))
 
 
@@ -323,6 +324,7 @@ def test_flush_of_one_adapter_leaves_the_others(rig, tmp_path) -> None:
     one.save(chain(PAGE, group="x"), [0])
     one.save(chain(PAGE, group="y"), [1])
     assert one.tiers.flush("x") == 2  # in both tiers
+    one.tiers._disk._store._deletion.join()
     assert one.tiers.num_in_host(chain(PAGE, group="x"), 0, 1) == 0
     assert one.tiers.num_in_host(chain(PAGE, group="y"), 0, 1) == 1
     assert len(list(tmp_path.rglob("*.page"))) == 1

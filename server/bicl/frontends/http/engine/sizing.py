@@ -6,7 +6,6 @@ import math
 import shutil
 from pathlib import Path
 
-import psutil
 import torch
 
 from bicl.cache.layout import PageLayout
@@ -14,6 +13,7 @@ from bicl.config import KVCacheConfig, parse_memory
 from bicl.errors import ConfigError
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.loader import LoadedModel
+from bicl.memory import free_host_memory
 from bicl.sparse.index import index_bytes
 from bicl.sparse.refusals import ModelFacts, check_model
 
@@ -39,7 +39,7 @@ def free_bytes(device: torch.device) -> int:
     """Memory that could be allocated on the device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return free_host_memory()
 
 
 def page_layouts(loaded: LoadedModel, config: EngineConfig) -> list[PageLayout]:
@@ -143,7 +143,7 @@ def host_cache_bytes(cache: KVCacheConfig, device: torch.device) -> int:
     Raises:
         ConfigError: more than is free.
     """
-    free = int(psutil.virtual_memory().available)
+    free = free_host_memory()
     if cache.host_cache_size == "0" or cache.disable_prefix_caching:
         return 0
     if cache.host_cache_size != "auto":
