@@ -16,7 +16,15 @@ import torch
 from bicl.errors import ConfigError
 from bicl.ops.cpu.sparse import combine_heads
 from bicl.sparse.selection import SelectionRule
-from bicl.sparse.sgm import BoundGate, Gate, SpatialGate, make_gate, soft_top_k
+from bicl.sparse.sgm import (
+    GATE_DIM,
+    BoundGate,
+    Gate,
+    SpatialGate,
+    make_gate,
+    principal_directions,
+    soft_top_k,
+)
 
 __all__ = [
     "GATE_NAME",
@@ -125,7 +133,11 @@ def fit(
         ConfigError: texts too short to leave anything out.
     """
     head_dim = next(iter(recordings.values()))[0].key.shape[2]
-    gate = make_gate(kind, tuple(recordings), head_dim)
+    basis = None
+    if kind == "gate" and head_dim > GATE_DIM:
+        keys = [own.key.flatten(0, 1) for each in recordings.values() for own in each]
+        basis = principal_directions(torch.cat(keys).float())
+    gate = make_gate(kind, tuple(recordings), head_dim, basis)
     lessons: dict[int, list[_Lesson]] = {}
     held: dict[int, list[_Lesson]] = {}
     for layer, own in recordings.items():

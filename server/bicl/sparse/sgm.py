@@ -29,6 +29,7 @@ __all__ = [
     "SpatialGate",
     "check_gate",
     "make_gate",
+    "principal_directions",
     "soft_top_k",
 ]
 
@@ -136,9 +137,17 @@ class SpatialGate(nn.Module):
 Gate = BoundGate | SpatialGate
 
 
-def make_gate(kind: str, layers: Sequence[int], head_dim: int) -> Gate:
-    """The analytic start: nothing fitted yet."""
-    return BoundGate(layers, head_dim) if kind == "bounds" else SpatialGate(head_dim)
+def make_gate(
+    kind: str, layers: Sequence[int], head_dim: int, basis: torch.Tensor | None = None
+) -> Gate:
+    """The analytic start: nothing fitted yet. ``basis``: see :class:`SpatialGate`."""
+    return BoundGate(layers, head_dim) if kind == "bounds" else SpatialGate(head_dim, basis)
+
+
+def principal_directions(keys: torch.Tensor) -> torch.Tensor:
+    """The 128 directions in which keys ``[n, D]`` differ most, orthonormal rows ``[128, D]``."""
+    centred = (keys - keys.mean(dim=0)).double()
+    return torch.linalg.eigh(centred.t() @ centred)[1].flip(1)[:, :GATE_DIM].t().float()
 
 
 def check_gate(gate: Gate, kind: str, layers: Sequence[int], head_dim: int) -> None:

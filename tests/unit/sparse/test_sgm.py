@@ -7,7 +7,14 @@ import torch
 
 from bicl.errors import ConfigError
 from bicl.ops.cpu.sparse import bound_scores
-from bicl.sparse.sgm import BoundGate, SpatialGate, check_gate, make_gate, soft_top_k
+from bicl.sparse.sgm import (
+    BoundGate,
+    SpatialGate,
+    check_gate,
+    make_gate,
+    principal_directions,
+    soft_top_k,
+)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
@@ -40,8 +47,11 @@ def test_the_start_shrinks_the_boxes_and_the_identity_compares_raw_directions() 
 
 
 def test_keys_wider_than_the_gate_start_from_their_principal_directions() -> None:
-    basis = torch.linalg.qr(torch.randn(256, 256))[0][:128]
-    gate = SpatialGate(256, basis)
+    keys = torch.randn(2000, 160) * torch.linspace(0.1, 5, 160)
+    basis = principal_directions(keys)
+    torch.testing.assert_close(basis @ basis.t(), torch.eye(128), atol=1e-4, rtol=0)
+    assert (keys @ basis.t()).var(0).sum() > 0.99 * keys[:, 32:].var(0).sum()
+    gate = SpatialGate(160, basis)
     torch.testing.assert_close(gate.matrix("key"), basis)
 
 
