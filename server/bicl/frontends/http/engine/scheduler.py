@@ -322,6 +322,8 @@ class Scheduler:
 
     def _prefetch(self) -> None:
         """Let the pages of those who must wait come meanwhile, where there is room for them."""
+        if not self.manager.has_tiers:
+            return
         for sequence in islice(self.waiting, PREFETCH_WINDOW):
             if sequence.wants_prefill_logprobs or sequence.num_retries or self._is_read(sequence):
                 continue
@@ -375,11 +377,14 @@ class Scheduler:
         if not self.manager.prefix_cache or sequence.wants_prefill_logprobs or sequence.pages:
             return False
         page = self.manager.page_size
+        first_page = sequence.packed_prompt[: page * ID_BYTES]
         soon = max(
             (
                 _common_tokens(sequence, other)
                 for other in self.running
-                if (other.num_left > 1 or other.fetch) and other.namespace == sequence.namespace
+                if (other.num_left > 1 or other.fetch)
+                and other.packed_prompt.startswith(first_page)
+                and other.namespace == sequence.namespace
             ),
             default=0,
         )
