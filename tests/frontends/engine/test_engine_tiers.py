@@ -19,6 +19,7 @@ from support.driving import collect, generate, request, run_steps, running, step
 from bicl.cache.keys import Namespace, pack_ids
 from bicl.errors import ConfigError
 from bicl.frontends.http.engine import Engine
+from bicl.frontends.http.engine.sequence import Sequence
 from bicl.frontends.http.request import RequestDone
 
 HOST = {"host_cache_bytes": 64 << 20}
@@ -477,3 +478,18 @@ def test_pin_protects_what_only_host_memory_holds(tiny) -> None:
             serve(engine, request(prompt(300, seed=seed)))
             forget_pool(engine)
         assert serve(engine, request(ids))[0].done.usage.cached_tokens == 0
+
+
+def test_pages_that_come_while_the_step_is_planned_are_not_overlooked(tiny, monkeypatch) -> None:
+    """On their way when the request is admitted, there when the plan is made."""
+    ids = prompt(330)
+    with tiered(tiny) as engine:
+        (first,) = serve(engine, request(ids))
+        forget_pool(engine)
+        looks = iter([True])
+        monkeypatch.setattr(Sequence, "is_arriving", property(lambda self: next(looks, False)))
+        stream = engine.submit(request(ids))
+        assert engine.step()
+        assert engine.snapshot().generated_tokens > first.done.usage.generated_tokens
+        run_steps(engine)
+        assert collect(stream).ids == first.ids
