@@ -7,7 +7,7 @@ the index sees. Nothing here knows where the recordings come from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,7 @@ class FitReport:
     layers: tuple[LayerReport, ...]
 
     def mean(self, what: str) -> float:
-        return sum(getattr(layer, what) for layer in self.layers) / len(self.layers)
+        return float(sum(getattr(layer, what) for layer in self.layers)) / len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Lesson:
 
 
 def fit(
-    recordings: dict[int, Sequence[Recording]],
+    recordings: Mapping[int, Sequence[Recording]],
     kind: str,
     rule: SelectionRule,
     sparsity: float,
@@ -176,7 +176,7 @@ def _train(
         optimiser.zero_grad()
         for layer, own in lessons.items():
             loss = torch.stack([_loss(gate, layer, lesson) for lesson in own]).mean()
-            (loss / len(lessons)).backward()
+            (loss / len(lessons)).backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         schedule.step()
         progress(step + 1, steps)
@@ -189,20 +189,25 @@ def _lesson(
     key = recording.key.float()
     size, heads = rule.page_size, key.shape[1]
     width = len(key) // size
-    scores = torch.einsum("rhgd,thd->rhgt", query.unflatten(1, (heads, -1)), key).flatten(1, 2)
+    scores = torch.einsum("rhgd,thd->rhgt", _grouped(query, heads), key).flatten(1, 2)
     seen = torch.arange(len(key)) <= position[:, None]
     share = scores.mul_(recording.scale).masked_fill_(~seen[:, None], -torch.inf).softmax(dim=-1)
-    mass = share[..., : width * size].unflatten(2, (-1, size)).sum(dim=-1)
+    mass = share[..., : width * size].reshape(*share.shape[:2], width, size).sum(dim=-1)
     tiles = (position // size + 1).int()
     place = torch.arange(width)
     candidate = (place >= rule.first) & (place < (tiles - rule.recent)[:, None])
     kept = rule.tiles_to_keep(tiles, torch.full((len(tiles),), sparsity))
     budget = (kept - (tiles - candidate.sum(1))).clamp_min(0).float()
     budget = budget.where(budget < candidate.sum(1), torch.zeros(()))  # nothing to choose
-    pages = key[: width * size].unflatten(0, (width, size))
+    pages = key[: width * size].view(width, size, *key.shape[1:])
     if isinstance(gate, BoundGate):
         pages = torch.stack((pages.amin(dim=1), pages.amax(dim=1)), dim=2)
     return _Lesson(query, pages, mass, candidate, budget, heads, recording.scale)
+
+
+def _grouped(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """``[R, Hq, x]`` to ``[R, H, group, x]``."""
+    return rows.reshape(len(rows), num_kv_heads, -1, rows.shape[2])
 
 
 def _scores(gate: Gate, layer: int, lesson: _Lesson) -> torch.Tensor:
@@ -210,11 +215,11 @@ def _scores(gate: Gate, layer: int, lesson: _Lesson) -> torch.Tensor:
     query = lesson.query
     if isinstance(gate, BoundGate):
         boxes, heads = lesson.pages.transpose(0, 1)[None], lesson.num_kv_heads
-        rows = query.unflatten(1, (heads, -1)).transpose(0, 1).reshape(1, -1, query.shape[2])
+        rows = _grouped(query, heads).transpose(0, 1).reshape(1, -1, query.shape[2])
         scores = gate.score(layer, rows, boxes, lesson.scale)
         return scores.view(heads, len(query), -1, boxes.shape[2]).transpose(0, 1).flatten(1, 2)
     keys = gate.project(lesson.pages, "key").mean(dim=1)
-    directions = gate.project(query, "query").unflatten(1, (keys.shape[1], -1))
+    directions = _grouped(gate.project(query, "query"), keys.shape[1])
     return torch.einsum("rhgd,whd->rhgw", directions, keys).flatten(1, 2) * gate.sharpness
 
 
@@ -251,7 +256,7 @@ def _lost(gate: Gate | None, layer: int, lessons: Sequence[_Lesson]) -> float:
         share = share.masked_fill(~lesson.candidate[rows, None], -1.0)
         rank = share.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         out = (rank >= lesson.budget[rows, None, None]) & lesson.candidate[rows, None]
-        mass = lesson.mass[rows].unflatten(1, (heads, -1))
+        mass = _grouped(lesson.mass[rows], heads)
         lost.append((mass * out[:, :, None]).sum(dim=-1).mean(dim=(1, 2)))
     return float(torch.cat(lost).mean()) if lost else 0.0
 

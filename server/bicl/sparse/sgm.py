@@ -147,7 +147,8 @@ def make_gate(
 def principal_directions(keys: torch.Tensor) -> torch.Tensor:
     """The 128 directions in which keys ``[n, D]`` differ most, orthonormal rows ``[128, D]``."""
     centred = (keys - keys.mean(dim=0)).double()
-    return torch.linalg.eigh(centred.t() @ centred)[1].flip(1)[:, :GATE_DIM].t().float()
+    vectors: torch.Tensor = torch.linalg.eigh(centred.t() @ centred)[1]  # ascending
+    return vectors.flip(1)[:, :GATE_DIM].t().float()
 
 
 def check_gate(gate: Gate, kind: str, layers: Sequence[int], head_dim: int) -> None:

@@ -96,7 +96,7 @@ def _oracle(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     """Tiles by the attention that they really draw."""
     tokens = _true_scores(rows)
     pages = F.pad(tokens, (0, -tokens.shape[2] % choice.rule.page_size), value=-torch.inf)
-    mass = pages.unflatten(2, (-1, choice.rule.page_size)).logsumexp(dim=-1)
+    mass = pages.reshape(*pages.shape[:2], -1, choice.rule.page_size).logsumexp(dim=-1)
     return _by_tiles(rows, choice, mass, "softmax")
 
 
@@ -120,7 +120,7 @@ def _literal(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     cosine = _cosines(rows, choice)
     size = choice.rule.page_size
     share = F.pad(cosine, (0, -cosine.shape[2] % size), value=-torch.inf)
-    share = share.unflatten(2, (-1, size)).softmax(dim=-1).flatten(2)
+    share = share.reshape(*share.shape[:2], -1, size).softmax(dim=-1).flatten(2)
     return _by_tokens(rows, choice, share[..., : cosine.shape[2]], "sum")
 
 
@@ -159,13 +159,14 @@ VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
 # --- shared -----------------------------------------------------------------------------------
 def _grouped(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """``[R, Hq, D]`` to ``[R, H, group, D]``."""
-    return query.unflatten(1, (num_kv_heads, -1))
+    return query.reshape(len(query), num_kv_heads, -1, query.shape[2])
 
 
 def _by_page(keys: torch.Tensor, size: int) -> torch.Tensor:
     """``[T, H, D]`` to ``[pages, size, H, D]``; the last page repeats its last key."""
     missing = -len(keys) % size
-    return torch.cat((keys, keys[-1:].expand(missing, -1, -1))).unflatten(0, (-1, size))
+    padded = torch.cat((keys, keys[-1:].expand(missing, -1, -1)))
+    return padded.view(-1, size, *keys.shape[1:])
 
 
 def _true_scores(rows: DecodeRows) -> torch.Tensor:
