@@ -4,7 +4,8 @@
   CUPTI records every kernel. A store kernel is exposed while no other kernel runs;
   ``store_kernels`` counts all of its time, hidden or not, and is the most that it could be.
   ``host_share`` is what the host spends in ``backend.store``.
-* **decode** and **prefill**: one step captured in a CUDA graph with and without its store, in turns
+* **decode**: the same for decode steps replayed from a CUDA graph.
+* **prefill**: one step captured in a CUDA graph with and without its store, in turns
   (:mod:`bench.serving.steps`).
 """
 
@@ -21,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.serving.load import CHAT, finish, open_loop, submit
-from bench.serving.steps import StepShape, exposed
+from bench.serving.steps import StepShape, captured_step, exposed
 from bicl.frontends.http.engine import Engine
 
 __all__ = ["decode_rows", "exposed_ns", "prefill_rows", "traffic_rows"]
@@ -77,21 +78,30 @@ def traffic_rows(
 
 
 def decode_rows(
-    engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: int
+    engine: Engine, shapes: Sequence[tuple[int, int]], *, replays: int = 8
 ) -> list[dict[str, Any]]:
-    """``shapes``: batch and context. The device's time alone, as decode runs in a graph."""
+    """``shapes``: batch and context. Decode steps replayed from a graph, as the engine does."""
     rows = []
     for batch, context in shapes:
-        shape = StepShape((1,) * batch, (context - 1,) * batch)
-        found = exposed(engine._runner, shape, clock=_clock(engine), rounds=rounds)
+        run = captured_step(engine._runner, StepShape((1,) * batch, (context - 1,) * batch))
+        run()
+        with _kernels(engine) as kernels:
+            for _ in range(replays):
+                run()
+        stores = [(begin, end) for begin, end, is_store in kernels if is_store]
+        others = [(begin, end) for begin, end, is_store in kernels if not is_store]
+        total = max((end for _, end, _ in kernels), default=1) - min(
+            (begin for begin, _, _ in kernels), default=0
+        )
         rows.append(
             {
                 "case": "exposed reordering in a decode step",
                 "shape": f"{batch}x{context}",
-                "value": found.share,
+                "value": exposed_ns(stores, others) / total,
                 "unit": "of step time",
-                "step_us": round(found.step_us, 1),
-                "store_us": round(found.store_us, 2),
+                "store_kernels": sum(end - begin for begin, end in stores) / total,
+                "stores_seen": len(stores),
+                "step_us": round(total / replays / 1e3, 1),
             }
         )
     return rows

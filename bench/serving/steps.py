@@ -24,7 +24,7 @@ from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.frontends.http.engine.runner import ModelRunner
 
-__all__ = ["Exposed", "StepShape", "exposed", "without_store"]
+__all__ = ["Exposed", "StepShape", "captured_step", "exposed", "without_store"]
 
 Run = Callable[[], object]
 
@@ -81,6 +81,13 @@ def exposed(runner: ModelRunner, shape: StepShape, *, clock: str, rounds: int) -
             run()
 
     return _difference(run, run_bare, lambda call: _wall_us(call, runner.device), rounds)
+
+
+def captured_step(runner: ModelRunner, shape: StepShape) -> Run:
+    """A call that runs the step: a graph's replay, on a CPU the step itself."""
+    run = _step(runner, shape)
+    run()
+    return _captured(run) if runner.device.type == "cuda" else run
 
 
 def _difference(stored: Run, bare: Run, clock: Callable[[Run], float], rounds: int) -> Exposed:
