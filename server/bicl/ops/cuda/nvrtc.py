@@ -35,6 +35,7 @@ HEADERS = {
     "bicl::prefill::plan_kernel": "prefill_attention/plan_kernel.cuh",
     "bicl::compact_tokens_kernel": "compact_tokens/kernel.cuh",
     "bicl::sparse::index_bounds_kernel": "sparse_select/index.cuh",
+    "bicl::sparse::store_and_index_kernel": "sparse_select/index.cuh",
     "bicl::sparse::tiles_kernel": "sparse_select/tiles.cuh",
 }
 """Kernel (template) to the header that defines it, below the sources' root."""
