@@ -9,6 +9,7 @@ ExpectedAttentionStats, QFilter, KVgrad, CUR, ThinK, SimLayerKV, PyramidKV with 
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from bench.hysparse.decoding import Context, KeepRows
 from bicl.sparse.variants import DecodeRows
 
 __all__ = ["PressMasks", "load_presses"]
+
+log = logging.getLogger(__name__)
 
 # Imported by kvpress at its top, used only by presses and loaders that we do not run.
 _UNUSED = ("datasets", "fire", "peft", "cachetools")
@@ -96,6 +99,7 @@ class PressMasks:
         layers: where they compress.
         prefixes: lengths.
         kept: ratio to the keys that each prefix keeps, as many as ours.
+        failures: gets a line for a press that raises; it takes no further part.
     """
 
     def __init__(
@@ -104,7 +108,9 @@ class PressMasks:
         layers: Sequence[int],
         prefixes: Sequence[int],
         kept: dict[float, dict[int, int]],
+        failures: list[str],
     ) -> None:
+        self._failures = failures
         self.presses = presses
         self._layers = set(layers)
         self._prefixes = sorted(prefixes)
@@ -144,10 +150,15 @@ class PressMasks:
             for prefix in self._prefixes:
                 shown = _Prefix(module, hidden, keys, values, attention, kwargs, prefix)
                 memo: Memo = {}
-                for name, make in self.presses.items():
-                    for ratio, kept in self._kept.items():
-                        mask = shown.kept_by(make, kept[prefix], memo)
-                        self._masks[name, ratio, layer, prefix] = mask
+                for name, make in list(self.presses.items()):
+                    try:
+                        for ratio, kept in self._kept.items():
+                            mask = shown.kept_by(make, kept[prefix], memo)
+                            self._masks[name, ratio, layer, prefix] = mask
+                    except (AssertionError, RuntimeError, ValueError, KeyError) as error:
+                        log.exception("kvpress %s gives up", name)
+                        del self.presses[name]  # for all that follows: no press counts in part
+                        self._failures.append(f"kvpress {name}: {error}"[:200])
 
         return hook
 

@@ -76,6 +76,7 @@ class Arena:
         self.ratios = ratios
         self.variants = variants
         self.presses = presses
+        self.failures: list[str] = []
         self.rule = SelectionRule.of(config, PAGE)
         self.layers = config.sparse_layers(model.depth)
         self._bounds = bounds.to(model.device)
@@ -96,7 +97,9 @@ class Arena:
             ratio: {prefix: self.kept(prefix + 1)[ratio] - 1 for prefix in prefixes}
             for ratio in self.ratios
         }
-        masks = PressMasks(self.presses, self.layers, prefixes, kept) if self.presses else None
+        masks = None
+        if self.presses:
+            masks = PressMasks(self.presses, self.layers, prefixes, kept, self.failures)
         return read_context(self.model.model, ids, masks), masks
 
     def decode(
@@ -371,7 +374,11 @@ def run(arena: Arena, options: argparse.Namespace, deadline: float) -> list[dict
                 if time.perf_counter() > deadline:
                     return [row for each in work for row in each.rows()]
                 began = time.perf_counter()
-                each.measure(number)
+                try:
+                    each.measure(number)
+                except (RuntimeError, ValueError) as error:  # out of memory: the others still can
+                    log.exception("%s failed", each.title)
+                    arena.failures.append(f"{each.title}, round {number}: {error}"[:200])
                 log.info("%s: %.2f s", each.title, time.perf_counter() - began)
                 bar.update()
     return [row for each in work for row in each.rows()]
@@ -419,6 +426,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         texts={kind: digest(read_kind(kind)) for kind in KINDS},
         gate=str(options.gate) if options.gate else "analytic start",
         missing=missing,
+        failures=arena.failures,
         seconds=round(time.perf_counter() - started, 1),
     )
     save(options.output, meta, [*summary, *rows])
