@@ -30,6 +30,8 @@ class AttentionMetadata:
         causal: False lets every query see every key of its sequence.
         sparsity: float32 ``[B]``, the share of its pages that a sequence's decode step may leave
             out (0: none), in layers whose backend selects pages; None selects nowhere.
+        num_decodes: leading sequences of one query each, in a step whose others have more: those
+            may leave pages out all the same.
         keep: bool ``[B, max_pages]``, pages that such a backend always reads, by their place in
             ``page_table``; None: only those that it always reads anyway.
         compact: the same step in a second page group, whose layers may hold fewer tokens of a
@@ -47,6 +49,7 @@ class AttentionMetadata:
     max_k: int
     causal: bool = True
     sparsity: torch.Tensor | None = None
+    num_decodes: int = 0
     keep: torch.Tensor | None = None
     compact: AttentionMetadata | None = None
 

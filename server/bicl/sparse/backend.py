@@ -16,6 +16,7 @@ from bicl.errors import BackendError
 from bicl.ops.cpu.sparse import select_tiles
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.index import LayerIndex
+from bicl.sparse.mixed import MixedStep, divide
 from bicl.sparse.selection import SelectionRule
 
 __all__ = ["SparseBackend"]
@@ -26,8 +27,8 @@ _OPERATORS = {"cpu": "bicl.ops.cpu.sparse", "cuda": "bicl.ops.cuda.sparse"}
 class SparseBackend:
     """``AttentionBackend`` whose decode steps read a choice of pages in the indexed layers.
 
-    A layer without an index, a step with more than one query a sequence, a layer's window, and a
-    step without ``meta.sparsity`` run on ``inner`` unchanged.
+    A layer without an index, a sequence with more than one query, a layer's window, and a step
+    without ``meta.sparsity`` run on ``inner`` unchanged.
 
     Args:
         inner: stores, gathers, attends.
@@ -57,6 +58,7 @@ class SparseBackend:
         self._overlapping: Any = inner if getattr(inner, "pdl", False) else None
         self._deterministic = bool(getattr(inner, "deterministic", False))
         self._decodes = False
+        self._mixed: tuple[AttentionMetadata, MixedStep] | None = None
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # pages and slots, last call
         self.rules = {size: SelectionRule.of(config, size) for size in sizes}
 
@@ -94,6 +96,9 @@ class SparseBackend:
         """See ``AttentionBackend.run``. The LSE is of the keys that were read."""
         index = self._by_pages.get(layer.pages.data_ptr())
         if index is not None and self.selects(meta, window_left):
+            if meta.max_q > 1:
+                options = {"scale": scale, "softcap": softcap, "return_lse": return_lse}
+                return self._run_mixed(query, layer, meta, out, options)
             meta = self.select(query, index, meta, scale)
         return self.inner.run(
             query,
@@ -108,8 +113,40 @@ class SparseBackend:
         )
 
     def selects(self, meta: AttentionMetadata, window_left: int = -1) -> bool:
-        """Whether the sparse layers of this step read a choice of pages."""
-        return meta.sparsity is not None and meta.max_q == 1 and window_left < 0
+        """Whether rows of this step read a choice of pages in the sparse layers."""
+        decodes = meta.max_q == 1 or meta.num_decodes > 0
+        return meta.sparsity is not None and decodes and window_left < 0
+
+    def decode_part(self, meta: AttentionMetadata) -> AttentionMetadata:
+        """The rows of a step that may leave pages out."""
+        return meta if meta.max_q == 1 else self._divided(meta).decodes
+
+    def _divided(self, meta: AttentionMetadata) -> MixedStep:
+        """Taken apart once a step, so that backends know the parts again."""
+        if self._mixed is None or self._mixed[0] is not meta:
+            self._mixed = (meta, divide(meta))
+        return self._mixed[1]
+
+    def _run_mixed(
+        self,
+        query: torch.Tensor,
+        layer: LayerCache,
+        meta: AttentionMetadata,
+        out: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Decode rows read a choice of pages, the others all of theirs."""
+        step = self._divided(meta)
+        n = step.num_decodes
+        if out is None:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        parts = [
+            self.run(query[:n], layer, step.decodes, out=out[:n], **options),
+            self.inner.run(query[n:], layer, step.rest, out=out[n:], **options),
+        ]
+        if not options["return_lse"]:
+            return out
+        return out, torch.cat([lse for _, lse in parts], dim=1)
 
     def select(
         self, query: torch.Tensor, index: LayerIndex, meta: AttentionMetadata, scale: float

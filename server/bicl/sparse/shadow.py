@@ -53,7 +53,8 @@ class ShadowBackend:
         self._probes: dict[int, LayerProbe] = {}
 
     def arm(self, layers: Iterable[int]) -> None:
-        """Probe these layers in the next decode step, which must not come from a CUDA graph."""
+        """Probe these layers' decode rows in the next step, which must not come from a CUDA
+        graph."""
         self._armed = frozenset(layers)
         self._probes = {}
 
@@ -112,8 +113,10 @@ class ShadowBackend:
             out=out,
             return_lse=return_lse,
         )
-        if number in self._armed and meta.max_q == 1:
+        if number in self._armed and (meta.max_q == 1 or meta.num_decodes):
             assert number is not None
+            meta = self.sparse.decode_part(meta)
+            query = query[: meta.batch_size]
             self._probes[number] = self._probe(
                 number, query, layer, meta, scale, window_left, softcap
             )

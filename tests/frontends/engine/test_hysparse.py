@@ -166,14 +166,12 @@ def test_first_and_last_windows_are_always_read(long_tiny, monkeypatch, length: 
 
 
 # --- with the rest of the engine ---------------------------------------------------------------
-def test_batch_mates_do_not_change_a_sparse_step(tiny) -> None:
-    """All prompts fit into one step, so that no row decodes beside a prefill."""
+def test_batch_mates_do_not_change_a_sparse_answer(sparse) -> None:
+    """Although some rows decode beside the others' prefill."""
     prompts = [prompt(length, length) for length in (400, 600, 900)]
-    with running(tiny, **{**SIZES, "max_batch_prefill_tokens": 2000}, **SPARSE) as engine:
-        alone = [answers(engine, each)[0].ids for each in prompts]
-        engine.flush_cache()
-        together = answers(engine, *prompts)
-        assert engine.snapshot().sparse.rows.get("mixed", 0) == 0
+    alone = [answers(sparse, each)[0].ids for each in prompts]
+    sparse.flush_cache()
+    together = answers(sparse, *prompts)
     assert [result.ids for result in together] == alone
 
 
@@ -199,19 +197,27 @@ def test_what_was_approximated_is_given_to_nobody(tiny, sparse) -> None:
     assert result.ids == expected.ids
 
 
-def test_rows_beside_a_prefill_run_dense_and_are_counted(tiny) -> None:
-    """Chunked prefill and sparse decode share steps."""
+def test_rows_beside_a_prefill_leave_tiles_out_too(tiny) -> None:
+    """Chunked prefill and sparse decode share steps, and a shadow step."""
     engine = stepped(tiny, **{**SIZES, "max_batch_prefill_tokens": 100}, **SPARSE)
     first = engine.submit(request(prompt(400), 40))
-    for _ in range(8):
+    while engine.snapshot().generated_tokens < 6:
         engine.step()
-    second = engine.submit(request(prompt(500, 6), 8))
+    second = engine.submit(request(prompt(900, 6), 8))
+    before = engine.snapshot().sparse
+    while engine.snapshot().prefilled_tokens < 1300:
+        engine.step()
+    during = engine.snapshot().sparse
+    assert during.rows["sparse"] - before.rows["sparse"] == 9
+    assert during.tiles_skipped > before.tiles_skipped
+    assert during.shadow_steps == before.shadow_steps + 1
     run_steps(engine)
-    stats = engine.snapshot().sparse
-    assert stats.rows["mixed"] == 5
-    assert stats.rows["sparse"] > 10
-    assert collect(first).done.usage.sparse.fallback == ""
+    beside = collect(first)
+    assert beside.done.usage.sparse.fallback == ""
     assert len(collect(second).ids) == 8
+    alone = engine.submit(request(prompt(400), 40))
+    run_steps(engine)
+    assert collect(alone).ids == beside.ids
 
 
 def test_preempted_requests_finish(tiny) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -172,6 +173,7 @@ class ModelRunner:
             max_q=int(step.counts.max()),
             max_k=int(step.cache_seqlens.max()),
             sparsity=None if sparsity is None else self._to_device(sparsity),
+            num_decodes=_num_decodes(chunks),
             keep=None if keep is None else self._to_device(self._as_wide(keep)),
         )
         if step.group is not None:
@@ -255,6 +257,11 @@ class ModelRunner:
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _num_decodes(chunks: SequenceOf[Chunk]) -> int:
+    """Leading chunks of one token."""
+    return sum(1 for _ in takewhile(lambda chunk: chunk.count == 1, chunks))
 
 
 def _committed(chunks: SequenceOf[Chunk]) -> np.ndarray:

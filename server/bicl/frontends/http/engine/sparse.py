@@ -14,7 +14,7 @@ import torch
 from bicl.frontends.http.engine.config import SparseStats
 from bicl.frontends.http.engine.prompts import PromptReader
 from bicl.frontends.http.engine.scheduler import Chunk
-from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
+from bicl.frontends.http.engine.sequence import Sequence
 from bicl.frontends.http.request import GenerationRequest
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds, Signals
@@ -107,33 +107,21 @@ class SparseControl:
 
     def _plan(self, chunks: SequenceOf[Chunk]) -> SparseStep | None:
         self._backend.disarm()  # a step that failed left it armed
-        rows = [(chunk, chunk.sequence.sparse) for chunk in chunks]
-        generated = [
-            row.path for chunk, row in rows if row and chunk.start >= chunk.sequence.num_prompt
-        ]
-        if not all(chunk.count == 1 and chunk.logits is LogitsNeed.LAST for chunk in chunks):
-            self._totals.rows.update("mixed" if path == "sparse" else path for path in generated)
-            return None
-        sparsity = np.array(
-            [
-                row.ratio if row and chunk.start >= chunk.sequence.num_prompt else 0.0
-                for chunk, row in rows
-            ],
-            dtype=np.float32,
-        )
-        lengths = np.array([chunk.start + 1 for chunk in chunks], dtype=np.int32)
+        rows = [chunk.sequence.sparse if _is_decode(chunk) else None for chunk in chunks]
+        sparsity = np.array([row.ratio if row else 0.0 for row in rows], dtype=np.float32)
+        lengths = np.array([chunk.start + chunk.count for chunk in chunks], dtype=np.int32)
         tiles = -(-lengths // self._page_size)
         kept = tiles_to_keep(torch.from_numpy(tiles), torch.from_numpy(sparsity), self._rule)
         step = SparseStep(sparsity, tiles, kept.numpy(), shadow=False)
-        for (chunk, row), skips in zip(rows, step.skips, strict=True):
-            if row and chunk.start >= chunk.sequence.num_prompt:
+        for row, skips in zip(rows, step.skips, strict=True):
+            if row:
                 short = row.path == "sparse" and not skips
                 self._totals.rows["short" if short else row.path] += 1
         if not step.skips.any():
             return None
         due = any(
             row.is_due(self._bounds.shadow_interval)
-            for (_, row), skips in zip(rows, step.skips, strict=True)
+            for row, skips in zip(rows, step.skips, strict=True)
             if row and skips
         )
         if due:
@@ -238,6 +226,11 @@ class SparseControl:
             for each in self._layers:
                 self._backend.reindex(torch.tensor(again, device=self._device), each)
         return dict(counts)
+
+
+def _is_decode(chunk: Chunk) -> bool:
+    """It computes the newest token of an answer; prompts and what is computed again stay dense."""
+    return chunk.count == 1 and chunk.start >= chunk.sequence.num_prompt
 
 
 @dataclass
