@@ -80,6 +80,16 @@ def test_a_sound_index_is_never_called_wrong(loaded) -> None:
         assert all(r.done.usage.sparse.fallback == "" for r in results)
 
 
+def test_rows_beside_prefill_chunks_leave_tiles_out_too(loaded) -> None:
+    """Two attention calls a layer, one of them over a choice of pages."""
+    results, stats = answers(loaded, hysparse=CONFIG, max_batch_prefill_tokens=300)
+    whole, all_stats = answers(loaded, hysparse=CONFIG)
+    assert stats.sparse.rows == all_stats.sparse.rows
+    assert stats.sparse.tiles_skipped == all_stats.sparse.tiles_skipped
+    assert stats.sparse.stale_pages == 0
+    assert [len(r.ids) for r in results] == [len(r.ids) for r in whole]
+
+
 def test_a_bad_index_is_noticed_between_graphs(loaded) -> None:
     with running(loaded, **SIZES, guard=BOUNDS, hysparse=CONFIG) as engine:
         generate(engine, request(prompt(600), 2))
