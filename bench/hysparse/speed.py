@@ -202,7 +202,7 @@ def memory_section(loaded: LoadedModel) -> dict[str, Any]:
             max_batch_prefill_tokens=8192,
             prefix_caching=False,
             cuda_graphs=False,
-            hysparse=HySparseConfig(sparsity_ratio=COMPACT_RATIO, mode="compact"),
+            hysparse=HySparseConfig(sparsity_ratio=COMPACT_RATIO, mode="compact", text_kind="off"),
             guard=GuardBounds(min_mass_kept=0.0),  # random weights attend everywhere
         ),
     )
