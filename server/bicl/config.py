@@ -130,7 +130,7 @@ class KVCacheConfig:
     host_cache_size: str = setting(
         "auto",
         "Host memory for prefixes that leave the cache: 64GiB, 50% of the free memory, 0 for none. "
-        "auto: a quarter of the free memory on a GPU, none on the CPU.",
+        "auto: a quarter of the free memory, at most 64 GiB, on a GPU; none on the CPU.",
         env="BICL_HOST_CACHE_SIZE",
     )
     disk_cache_dir: str | None = setting(

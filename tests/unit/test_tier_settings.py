@@ -17,6 +17,9 @@ def test_default_is_a_share_on_a_gpu_and_nothing_on_the_cpu(monkeypatch, tmp_pat
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("", (), {"available": 400}))
     assert host_cache_bytes(KVCacheConfig(), CUDA) == 100
     assert host_cache_bytes(KVCacheConfig(), CPU) == 0
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("", (), {"available": 1 << 40}))
+    assert host_cache_bytes(KVCacheConfig(), CUDA) == 64 << 30
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("", (), {"available": 400}))
     disk = KVCacheConfig(disk_cache_dir=str(tmp_path), disk_cache_size="1MB")
     assert host_cache_bytes(disk, CPU) == 100
     assert host_cache_bytes(KVCacheConfig(host_cache_size="50%"), CPU) == 200

@@ -28,8 +28,9 @@ __all__ = [
     "sparse_layers",
 ]
 
-HOST_SHARE = 0.25
-"""Of the free host memory, for the tier below a GPU's pool."""
+HOST_SHARE, HOST_MOST = 0.25, 64 << 30
+"""Of the free host memory, for the tier below a GPU's pool, and no more than that unasked: every
+GiB takes about half a second to page-lock at start."""
 
 DEFAULT_SHARE = {"cpu": 0.4, "cuda": 0.85}
 """Of the memory free after loading. The rest is for activations and logits."""
@@ -150,7 +151,7 @@ def host_cache_bytes(cache: KVCacheConfig, device: torch.device) -> int:
         return parse_memory(cache.host_cache_size, free, "--host-cache-size")
     if device.type != "cuda" and cache.disk_cache_dir is None:
         return 0
-    return int(free * HOST_SHARE)
+    return min(int(free * HOST_SHARE), HOST_MOST)
 
 
 def disk_cache_bytes(cache: KVCacheConfig) -> int:

@@ -17,7 +17,7 @@ __all__ = ["make_tiers", "measure"]
 log = logging.getLogger(__name__)
 
 MEASURED_PAGES = 64
-MEASURED_TOKENS = {"cpu": 256, "cuda": 2048}
+MEASURED_TOKENS = {"cpu": 128, "cuda": 2048}
 
 
 def make_tiers(
