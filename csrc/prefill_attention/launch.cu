@@ -41,8 +41,9 @@ void register_launcher(const Variant& variant, Launcher launcher) { registry().e
 
 bool prefill_uses_sm90(const Pages& pages, const DeviceInfo& device) {
   const int d = pages.padded_head_dim;
-  return device.major == 9 && element_bytes(pages.dtype) == 2 && pages.page_size == 64 && pages.tile == 64 &&
-         (d == 64 || d == 128 || d == 192 || d == 256);
+  if (device.major != 9 || pages.page_size != 64 || pages.tile != 64) return false;
+  if (is_fp8(pages.dtype)) return pages.dtype == DType::kFloat8E4M3 && (d == 64 || d == 128);
+  return d == 64 || d == 128 || d == 192 || d == 256;
 }
 
 void prefill_attention(const PrefillParams& p, bool force_sm80, int device, cudaStream_t stream) {

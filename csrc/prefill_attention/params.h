@@ -13,6 +13,7 @@ constexpr int kPrefillRows = 128;  // rows of a scheduled tile
 constexpr int kPrefillKeys = 128;  // keys of a scheduled block, at absolute multiples
 constexpr int kCombineDims = 32;   // head dims that one combine ticket merges
 constexpr int kUnlimited = 1 << 30;
+constexpr int kMaxPartials = 1 << 10;  // what SplitPlace can hold
 
 // One tile of work, or one piece of it when its keys are split.
 struct PrefillTile {
@@ -23,14 +24,20 @@ struct PrefillTile {
   int row;          // first row within the sequence
   int block_begin;  // blocks of kPrefillKeys keys [begin, end); equal: no row sees a key
   int block_end;
-  int split;        // -1, or (piece << 16 | index of the split tile)
+  int split;        // -1, or a SplitPlace
 };
 
-struct PrefillSplit {
-  int slot;    // partial of piece 0; pieces follow
-  int pieces;
-  int entry;   // tile list index of piece 0
-  int unused;
+// Where a piece of a split tile leaves its partial: `slot` of the workspace, the pieces' slots in a row; `index`
+// counts the split tiles.
+struct SplitPlace {
+  int slot, index, pieces;
+
+  static constexpr int kBits = 10;
+  BICL_HD static SplitPlace unpack(int split) {
+    constexpr int kMask = (1 << kBits) - 1;
+    return {split & kMask, split >> kBits & kMask, split >> (2 * kBits)};
+  }
+  BICL_HD int pack() const { return (pieces << kBits | index) << kBits | slot; }
 };
 
 struct PrefillHeader {
@@ -46,7 +53,7 @@ struct PrefillHeader {
 // Views into the workspace. Made by plan_view, valid until the next plan on the same workspace.
 struct PrefillPlan {
   PrefillHeader* header;
-  PrefillSplit* splits;     // [max_partials]
+  int* split_entries;       // [max_partials], tile list index of each split tile's piece 0
   int* arrived;             // [max_partials], zero between launches: warps that stored a partial
   int* combined;            // [max_partials], zero between launches
   PrefillTile* tiles;       // [max_tiles]

@@ -39,6 +39,8 @@ LENGTHS = dict(BATCHES) | {
     "chunk on a long prefix": ((512, 4097), (1, 6000), (77, 1111)),
     "short on a long prefix": ((64, 8256),),
     "prompts": ((1500, 1500), (777, 777)),
+    "more tiles than CTAs": tuple((n % 70 + 1, n % 70 + n) for n in range(1, 180)),
+    "long, short and empty": ((64, 8256), (0, 50), (3, 3), (700, 700), (20, 20), (32, 4128)),
 }
 STORED = {
     "bf16": (torch.bfloat16, torch.bfloat16),
@@ -242,13 +244,14 @@ def test_flash_attention_3_matrix(lengths: tuple[int, int], heads: str, head_dim
     )
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, *FP8_DTYPES], ids=str)
 @pytest.mark.parametrize("force_sm80", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_a_row_does_not_depend_on_chunks_prefix_or_batch_mates(
-    head_dim: int, force_sm80: bool
+    head_dim: int, force_sm80: bool, stored: torch.dtype
 ) -> None:
     """Deterministic mode, bit for bit."""
-    layout = layout_of(2, head_dim, torch.bfloat16)
+    layout = layout_of(2, head_dim, stored)
     lengths = ((3000, 3000), (700, 900))
     step = packed_step(lengths, layout, group=4, dtype=torch.bfloat16)
     options = {"scale": 0.1, "deterministic": True, "force_sm80": force_sm80}
@@ -282,10 +285,34 @@ def test_a_row_does_not_depend_on_chunks_prefix_or_batch_mates(
         assert torch.equal(out, together[:cut])
 
 
-def test_nothing_beyond_the_lengths_reaches_a_row() -> None:
+@pytest.mark.parametrize("lengths", list(LENGTHS))
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("stored", [torch.bfloat16, *FP8_DTYPES], ids=str)
+def test_fp8_and_wide_heads_on_the_path_of_this_card(
+    stored: torch.dtype, head_dim: int, lengths: str
+) -> None:
+    """Tiles of 64: on Hopper wgmma, fp8 widened while it is loaded. Capped and local by turns."""
+    turn = head_dim // 64 + list(LENGTHS).index(lengths)
+    step = packed_step(
+        LENGTHS[lengths],
+        layout_of(2, head_dim, stored),
+        group=4,
+        dtype=torch.bfloat16,
+        **({"k_scale": 0.7, "v_scale": 1.3} if stored.itemsize == 1 else {}),
+    )
+    check(
+        step,
+        scale=head_dim**-0.5,
+        window_left=150 if turn % 3 == 1 else -1,
+        softcap=15.0 if turn % 4 == 2 else 0.0,
+    )
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, *FP8_DTYPES], ids=str)
+def test_nothing_beyond_the_lengths_reaches_a_row(stored: torch.dtype) -> None:
     """Other values in slots past the lengths and in later pages change no bit, not even inf."""
-    layout = layout_of(2, 128, torch.bfloat16)
-    step = packed_step(((100, 150), (5, 5)), layout, group=4, dtype=torch.bfloat16)
+    layout = layout_of(2, 128, stored)
+    step = packed_step(((100, 150), (5, 5), (60, 60)), layout, group=4, dtype=torch.bfloat16)
     expected, _ = run(step, scale=0.1)
     owned = torch.zeros(step.layer.num_pages * 64, dtype=torch.bool, device=DEVICE)
     owned[step.slots] = True

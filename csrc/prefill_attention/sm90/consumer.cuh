@@ -1,0 +1,244 @@
+// The multiplying warpgroups, 64 rows each.
+//
+// S = Q K^T of one block is issued together with O += P V of the block before it, and the two warpgroups take
+// turns, so that the exponentials of one run under the products of the other. This goes on from tile to tile:
+// the first scores of a tile are issued together with the last output product of the tile before, whose
+// result is stored while the products of the other warpgroup run.
+#pragma once
+
+#include "../../common/wgmma.cuh"
+#include "partials.cuh"
+
+namespace bicl::prefill::sm90 {
+
+// Rows that see no key at all.
+template <typename E, int D>
+__device__ __forceinline__ void store_nothing_seen(const PrefillParams& p, const Assignment& a, int row) {
+  const float zero[2] = {0.f, 0.f};
+#pragma unroll 1
+  for (int column = 0; column < D; column += 32) {
+    float o[16] = {};
+    store_rows<E>(p, a.tile, a.head, row, column, o, zero);
+  }
+  store_lse(p, a.tile, a.head, row, Softmax(), 1.f);
+}
+
+template <typename E, typename KV, int D, bool kLocal, bool kCap>
+struct Consumer {
+  using C = Config<KV, D>;
+  using Operand = typename C::template Operand<E>;
+  static constexpr int kKeys = C::kKeys;
+  // Capping needs the registers of the old probabilities: its products are waited for first.
+  static constexpr bool kTight = kCap && D > 64;
+  // With another loop, ptxas finds too few registers and serialises every product.
+  static constexpr bool kMaskAll = kLocal && kCap && D > 64;
+  const PrefillParams& p;
+  Control& control;
+  int consumer, lane;
+  ScoreScale scale;
+  float lazy;
+  uint32_t query_base, key_base, value_base;  // descriptors of stage 0
+  uint32_t query_count, count;                // tiles and blocks of K multiplied so far
+  float s[kKeys / 2], o[D / 2];
+  uint32_t probabilities[kKeys / 4];
+  Softmax softmax;
+
+  using KeyPlace = Place<C::kStages>;
+
+  __device__ __forceinline__ void release(uint64_t& barrier) {
+    if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&barrier));
+  }
+
+  // s = Q K^T over the first N keys of a block.
+  template <int N>
+  __device__ __forceinline__ void issue_qk(KeyPlace keys) {
+    const uint32_t q = uniform(query_base + query_count % C::kQueryBuffers * (C::kQueryBytes / 16));
+    const uint32_t k = key_base + keys.stage * (C::kStageBytes / 16);
+    auto& out = reinterpret_cast<float(&)[N / 2]>(s);
+    wgmma::fence();
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i)
+      wgmma::multiply(out, q + (i / 4 * (64 * 128) + i % 4 * 32) / 16, k + (i / 4 * (kKeys * 128) + i % 4 * 32) / 16,
+                      i > 0, Operand{});
+    wgmma::commit();
+  }
+
+  // o += P V over the first kPages pages of a block.
+  template <int kPages>
+  __device__ __forceinline__ void issue_pv(KeyPlace values) {
+    const uint32_t v = value_base + values.stage * (C::kStageBytes / 16);
+    wgmma::fence();
+#pragma unroll
+    for (int i = 0; i < kPages * 4; ++i)
+      wgmma::multiply(o, probabilities + 4 * i, v + (i / 4 * C::kPageBytes + i % 4 * 2048) / 16, 1, Operand{});
+    wgmma::commit();
+  }
+
+  __device__ __forceinline__ void await_values(KeyPlace values) {
+    ptx::mbarrier_wait(ptx::smem_address(&control.value_full[values.stage]), values.parity);
+  }
+
+  __device__ __forceinline__ void await_keys(KeyPlace keys) {
+    ptx::mbarrier_wait(ptx::smem_address(&control.key_full[keys.stage]), keys.parity);
+  }
+
+  // Scores to probabilities, while the output product in flight still reads the older ones.
+  template <bool kMask>
+  __device__ __forceinline__ void exponentiate(const RowKeys& visible, int block, KeyPlace keys, KeyPlace values,
+                                               float (&factor)[2], bool output = true) {
+    release(control.key_empty[keys.stage]);
+    if (kTight && output) release(control.value_empty[values.stage]);
+    if constexpr (kCap) cap_scores(s, scale.cap_scale);
+    if constexpr (kMask) mask_scores<kLocal>(s, visible, block * kKeys + 2 * (lane % 4));
+    softmax.update(s, scale.log2_scale, lazy, factor);
+    if constexpr (!kTight) {
+      wgmma::wait<0>();
+      wgmma::hold(o);
+      if (output) release(control.value_empty[values.stage]);
+    }
+    pack_probabilities<Operand>(probabilities, s);
+  }
+
+  // One block: its scores under the output product of the block before it, which has kPages pages.
+  template <bool kMask, int kPages>
+  __device__ __forceinline__ void step(const RowKeys& visible, int block) {
+    const uint32_t now = uniform(count);
+    const KeyPlace keys(now), values(now - 1);
+    float factor[2];
+    // Consumer 0 waits for both: its turns come first.
+    if (consumer == 0) await_keys(keys);
+    await_turn(consumer);
+    issue_qk<kKeys>(keys);
+    if (consumer == 0) await_values(values);
+    issue_pv<kPages>(values);
+    pass_turn(consumer);
+    wgmma::wait<kTight ? 0 : 1>();
+    wgmma::hold(s);
+    if constexpr (kTight) wgmma::hold(o);
+    exponentiate<kMask>(visible, block, keys, values, factor);
+    rescale(o, factor);  // last: its branch would part the packing from the exponentials
+    ++count;
+  }
+
+  // A tile's last block (one page of it if kHalf), with which each tile begins, together with the output product
+  // of the tile before, with which that one ends. Nothing pending: a product of whatever lies there, for nobody.
+  template <bool kHalf>
+  __device__ __forceinline__ void first_step(const RowKeys& visible, int block, bool pending) {
+    const uint32_t now = uniform(count);
+    const KeyPlace keys(now), values(now - 1);
+    float factor[2];
+    await_keys(keys);
+    await_turn(consumer);
+    issue_qk<kHalf ? 64 : kKeys>(keys);
+    if (pending) await_values(values);
+    issue_pv<C::kPages>(values);
+    pass_turn(consumer);
+    wgmma::wait<kTight ? 0 : 1>();
+    wgmma::hold(s);
+    if constexpr (kTight) wgmma::hold(o);
+    if constexpr (kHalf) {
+#pragma unroll
+      for (int i = 32; i < kKeys / 2; ++i) s[i] = -INFINITY;
+    }
+    softmax = Softmax();
+    exponentiate<true>(visible, block, keys, values, factor, pending);
+    ++count;
+  }
+
+  __device__ __forceinline__ void last_step() {
+    const KeyPlace values(uniform(count) - 1);
+    await_values(values);
+    issue_pv<C::kPages>(values);
+    wgmma::wait<0>();
+    wgmma::hold(o);
+    release(control.value_empty[values.stage]);
+  }
+
+  // Stores the result of assignment `slot` and gives the slot back.
+  __device__ __forceinline__ void end_tile(int slot, int local_row, Softmax& result) {
+    const Assignment& a = control.assignments[slot];
+    result.finish();
+    if (a.tile.split >= 0) {
+      store_partial<D>(p, a, threadIdx.x - 128, o, result);
+    } else {
+      const int row = a.tile.row + local_row;
+      const float inverse[2] = {result.inverse(0, p.pages.v_scale), result.inverse(1, p.pages.v_scale)};
+      store_rows<E>(p, a.tile, a.head, row, 0, o, inverse);
+      store_lse(p, a.tile, a.head, row, result, scale.log2_scale);
+    }
+    __syncwarp();
+    release(control.taken[slot]);
+  }
+
+  __device__ __forceinline__ const Assignment& await_assignment(uint32_t i) {
+    const Place<kAssignments> place(i);
+    ptx::mbarrier_wait(ptx::smem_address(&control.assigned[place.stage]), place.parity);
+    return control.assignments[place.stage];
+  }
+
+  __device__ __forceinline__ void begin_tile(const Assignment& a, int local_row, bool pending) {
+    const Blocks<KV, D> blocks(p, a.tile);
+    const RowKeys visible(p, a.tile, a.tile.row + local_row);
+    ptx::mbarrier_wait(ptx::smem_address(&control.query_full[query_count % C::kQueryBuffers]),
+                       query_count / C::kQueryBuffers & 1);
+    if (blocks.last_is_half()) {
+      first_step<true>(visible, blocks.end - 1, pending);
+    } else {
+      first_step<false>(visible, blocks.end - 1, pending);
+    }
+  }
+
+  // All blocks of a tile but the last, with which it began. The output product of the lowest remains to be done.
+  __device__ __forceinline__ void go_through(const Assignment& a, int local_row) {
+    const Blocks<KV, D> blocks(p, a.tile);
+    const RowKeys visible(p, a.tile, a.tile.row + local_row);
+#pragma unroll
+    for (int j = 0; j < D / 2; ++j) o[j] = 0.f;
+    int block = blocks.end - 2;
+    if (blocks.last_is_half() && block >= blocks.begin) step<true, 1>(visible, block--);
+    for (; block >= blocks.begin && blocks.needs_end_mask(block); --block) step<true, C::kPages>(visible, block);
+    if constexpr (!kMaskAll) {
+      const int lowest = kLocal ? max(blocks.begin, blocks.first_without_begin_mask()) : blocks.begin;
+      for (; block >= lowest; --block) step<false, C::kPages>(visible, block);
+    }
+    if constexpr (kLocal)
+      for (; block >= blocks.begin; --block) step<true, C::kPages>(visible, block);
+    release(control.query_empty[query_count % C::kQueryBuffers]);
+    ++query_count;
+  }
+
+  __device__ __forceinline__ void run() {
+    const int thread = threadIdx.x - 128;
+    const int local_row = thread / 32 * 16 + lane / 4;
+    if (consumer == 1) pass_turn(1);  // consumer 0 goes first
+#pragma unroll
+    for (int j = 0; j < kKeys / 4; ++j) probabilities[j] = 0;
+    bool pending = false;  // the last output product of the assignment before is still to come
+    for (uint32_t i = 0;; ++i) {
+      const Assignment& a = await_assignment(i);
+      if (has_keys(a)) {
+        Softmax ended = softmax;
+        begin_tile(a, local_row, pending);
+        if (pending) end_tile((i - 1) % kAssignments, local_row, ended);
+        go_through(a, local_row);
+        pending = true;
+        continue;
+      }
+      if (pending) {
+        last_step();
+        end_tile((i - 1) % kAssignments, local_row, softmax);
+        pending = false;
+      }
+      if (a.task == Task::kEnd) return;
+      if (a.task == Task::kCombine) {
+        combine<E, D>(p, a, thread, scale);
+      } else {
+        store_nothing_seen<E, D>(p, a, a.tile.row + local_row);
+      }
+      __syncwarp();
+      release(control.taken[i % kAssignments]);
+    }
+  }
+};
+
+}  // namespace bicl::prefill::sm90
