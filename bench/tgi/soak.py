@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.tgi.step import Words, describe, gpu_environment, warm_up, write_model
-from bicl.frontends.tgi.selftest.cases import Bench
+from bicl.frontends.tgi.selftest.bench import Bench
 from bicl.frontends.tgi.selftest.shard import Shards
 from bicl.frontends.tgi.selftest.soak import Soak
 

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bicl.frontends.tgi.selftest import cases
-from bicl.frontends.tgi.selftest.cases import Bench
+from bicl.frontends.tgi.selftest import bench as selftest
 from bicl.frontends.tgi.selftest.models import Model, make_model
 from bicl.frontends.tgi.selftest.router import Router, request_of
 from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
@@ -189,8 +188,8 @@ def check(folder: Path, name: str) -> None:
         **scenario.environment,
     )
     with Shards(model.path, environment, "--dtype", "bfloat16", *scenario.flags) as shards:
-        router = warm_up(shards, model, cases.PREFILL_TOKENS, cases.TOTAL_TOKENS)
-        bench = Bench(shards, router, model, 0, 0, kv_bytes=2, exact=False, tie=0.3)
+        router = warm_up(shards, model, selftest.PREFILL_TOKENS, selftest.TOTAL_TOKENS)
+        bench = selftest.Bench(shards, router, model, 0, 0, kv_bytes=2, exact=False, tie=0.3)
         if name == "llama":
             compare_logprobs(bench, model)
         for each, case in scenario.cases.items():
@@ -204,7 +203,7 @@ def check(folder: Path, name: str) -> None:
                 router.abandon()
 
 
-def compare_logprobs(bench: Bench, model: Model) -> None:
+def compare_logprobs(bench: selftest.Bench, model: Model) -> None:
     """Differences of the chosen tokens' log-probabilities, over prompts and decode steps."""
     from transformers import AutoModelForCausalLM
 

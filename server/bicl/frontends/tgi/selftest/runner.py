@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bicl.frontends.tgi.selftest.cases import PREFILL_TOKENS, TOTAL_TOKENS, Bench
+from bicl.frontends.tgi.selftest.bench import PREFILL_TOKENS, TOTAL_TOKENS, Bench
 from bicl.frontends.tgi.selftest.models import Model, make_model
 from bicl.frontends.tgi.selftest.router import Router, request_of
 from bicl.frontends.tgi.selftest.scenarios import SCENARIOS, Scenario

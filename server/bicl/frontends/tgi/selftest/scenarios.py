@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bicl.frontends.tgi.selftest.cases import ADAPTERS, CASES, CHUNKING, DISK, HOST, PREFIXES, Bench
+from bicl.frontends.tgi.selftest.bench import Bench
+from bicl.frontends.tgi.selftest.cases import ADAPTERS, CASES, CHUNKING, DISK, HOST, PREFIXES
 
 __all__ = ["SCENARIOS", "Scenario"]
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bicl.frontends.tgi.selftest.cases import Bench
+    from bicl.frontends.tgi.selftest.bench import Bench
     from bicl.frontends.tgi.selftest.router import Sequence
 
 __all__ = ["Soak", "Traffic"]
