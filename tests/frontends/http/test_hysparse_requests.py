@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -127,6 +128,26 @@ def test_a_server_without_it_takes_what_asks_for_nothing(client: TestClient, ask
     answer = generate(client, asked)
     assert answer.status_code == 200
     assert "hysparse" not in answer.json()["details"]
+
+
+def test_long_prompts_are_read_off_the_event_loop(
+    make_client: Callable[..., TestClient], sparse_engine: SparseEngine
+) -> None:
+    """Their kind and syntax may take a while; short ones are not read at all."""
+    settings = HySparseSettings(enable_hysparse=True, hysparse_floor_tokens=64)
+    client, threads = make_client(sparse_engine, hysparse=settings), []
+    submit = sparse_engine.submit
+
+    def spy(request: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return submit(request)
+
+    sparse_engine.submit = spy
+    for length in (10, 90):
+        body = {"inputs": "a" * length, "parameters": {"max_new_tokens": 2}}
+        assert client.post("/generate", json=body).status_code == 200
+    assert threads[0] != threads[1]
+    assert "pool" in threads[1].lower() or "asyncio" in threads[1]
 
 
 def test_details_tell_what_it_did(enabled: TestClient) -> None:

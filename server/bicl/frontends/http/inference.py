@@ -201,14 +201,14 @@ class Inference:
             id=uuid.uuid4().hex, prompt_ids=valid.prompt_ids, params=valid.params, salt=salt
         )
         try:
-            if valid.params.grammar is None:
+            if not valid.slow_to_submit:
                 return self.engine.submit(request)
             return await self._submit_elsewhere(request)
         except BiclError as error:
             raise from_engine(error) from error
 
     async def _submit_elsewhere(self, request: GenerationRequest) -> EventStreamLike:
-        """On a thread: a grammar may take a second to compile."""
+        """On a thread: a grammar may take a second to compile, a long prompt a while to parse."""
         loop = asyncio.get_running_loop()
         submitted = loop.run_in_executor(None, self.engine.submit, request)
         try:

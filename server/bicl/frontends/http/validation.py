@@ -33,10 +33,14 @@ PLANNED_NEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class ValidRequest:
-    """A request that may go to the engine."""
+    """A request that may go to the engine.
+
+    ``slow_to_submit``: a grammar is compiled first, or HySparse reads the prompt's text.
+    """
 
     prompt_ids: tuple[int, ...]
     params: GenerationParams
+    slow_to_submit: bool = False
 
     @property
     def input_length(self) -> int:
@@ -83,7 +87,10 @@ class Validator:
         if not prompt_ids:
             raise validation_error("`inputs` cannot be empty")
         max_new_tokens = self._check_length(len(prompt_ids), given.max_new_tokens)
-        return ValidRequest(prompt_ids, self._params(given, max_new_tokens))
+        params = self._params(given, max_new_tokens)
+        sparse = self._hysparse
+        is_read = sparse is not None and len(prompt_ids) > sparse.floor_tokens
+        return ValidRequest(prompt_ids, params, is_read or params.grammar is not None)
 
     def _check_parameters(self, given: GenerateParameters) -> None:
         best_of = 1 if given.best_of is None else given.best_of
