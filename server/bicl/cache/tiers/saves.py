@@ -73,6 +73,8 @@ class SaveQueue:
                 key = chain.key(number)
                 if key in self._keys or self._host.get(key) is not None:
                     continue
+                if page in self._by_page:
+                    self._replace(page)
                 block = Block(key, chain.key(number - 1), chain.ids(number), chain.group, -1)
                 batch.pages[page] = block
                 self._by_page[page] = batch
@@ -120,6 +122,12 @@ class SaveQueue:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+
+    def _replace(self, page: int) -> None:
+        """A page is saved again before its last copy began: it holds something else by now."""
+        batch = self._by_page[page]
+        if not batch.issuing and batch.copy is None:
+            self._drop(page, batch.pages.pop(page))
 
     # --- inside ------------------------------------------------------------------------------
     def _drop(self, page: int, block: Block) -> None:

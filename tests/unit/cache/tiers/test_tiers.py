@@ -456,3 +456,21 @@ def test_pinned_pages_stay_for_their_time(rig) -> None:
     for seed in range(6, 8):
         one.save(chain(4 * PAGE, seed=seed), [6, 7, 8, 9])
     assert one.tiers.num_in_host(pinned, 0, 3) == 0
+
+
+def test_page_that_is_saved_again_before_its_copy_began_keeps_the_newer_name(
+    rig, monkeypatch
+) -> None:
+    one = rig()
+    one.fill([0])
+    release = blocked(one, monkeypatch, "save")
+    one.tiers.save(chain(PAGE, seed=1), [0])
+    one.fill([1])
+    one.tiers.save(chain(PAGE, seed=2), [1])
+    held = one.fill([1], seed=9)
+    one.tiers.save(chain(PAGE, seed=3), [1])
+    release.set()
+    assert one.tiers.settle(10)
+    assert one.tiers.num_in_host(chain(PAGE, seed=2), 0, 1) == 0
+    assert one.fetch(chain(PAGE, seed=3), [5]) == 1
+    assert one.holds([5], held)
