@@ -8,7 +8,7 @@ IMAGE ?= embedded
 PYTEST := $(BIN)/python -m pytest -c server/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-gpu kernels bench-kernels bench-hysparse sanitize check format lint typecheck patch unpatch image up doctor clean
+.PHONY: help install install-dev serve test test-gpu kernels bench-kernels bench-hysparse sanitize chaos check format lint typecheck patch unpatch image up doctor clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ bench-kernels: install-dev kernels ## measure the kernels and installed peers on
 
 bench-hysparse: install-dev kernels ## measure sparse layers and a whole sparse step on this machine's GPU
 	$(BIN)/python -m bench.hysparse.speed --out bench/results/hysparse-h200.json $(ARGS)
+
+chaos: install ## break the server on purpose and hold its answers against cold runs (ARGS="--seed 1")
+	$(BIN)/bicl chaos $(ARGS)
 
 check: format lint typecheck ## what must pass before a commit, tests aside
 

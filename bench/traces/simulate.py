@@ -86,8 +86,9 @@ def gpu_row(requests: Sequence[TraceRequest], tokens: int) -> dict[str, Any]:
     rate = serve(manager, requests)
     seconds = time.perf_counter() - began
     manager.check_integrity()
+    blocks = tokens // BLOCK_TOKENS  # coarse is enough where only the difference counts
     policies = {
-        name: ideal.online(requests, pages, PAGE_SIZE, priority)
+        name: ideal.online(requests, blocks, BLOCK_TOKENS, priority)
         for name, priority in ideal.POLICIES.items()
     }
     best = ideal.lru(requests, pages, PAGE_SIZE)
@@ -97,7 +98,7 @@ def gpu_row(requests: Sequence[TraceRequest], tokens: int) -> dict[str, Any]:
         "value": rate,
         "ideal": best,
         "points_from_ideal": 100 * (best - rate),
-        "clairvoyant": ideal.clairvoyant(requests, pages, PAGE_SIZE),
+        "clairvoyant": ideal.clairvoyant(requests, blocks, BLOCK_TOKENS),
         "infinite": ideal.lru(requests, None, PAGE_SIZE),
         "policies": policies,
         "us_per_request": 1e6 * seconds / len(requests),

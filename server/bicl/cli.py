@@ -1,4 +1,4 @@
-"""The command line: ``bicl serve``, ``bicl doctor``, ``bicl --version``."""
+"""The command line: ``bicl serve``, ``doctor``, ``chaos``, ``selftest``, ``--version``."""
 
 from __future__ import annotations
 
@@ -112,6 +112,27 @@ def doctor(
     report = examine()
     print_report(report, as_json=json)
     raise typer.Exit(0 if report.usable else 1)
+
+
+@app.command()
+def chaos(
+    cases: Annotated[
+        list[str] | None, typer.Argument(help="Names of cases; default: all.", show_default=False)
+    ] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="Name the cases, run none.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, where equal tokens are asked for.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of prompts and of random faults.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a case.")] = False,
+) -> None:
+    """Break the embedded server on purpose and hold its answers against cold runs: tiers that are
+    late, short or corrupt, kills, cancels, other tenants and weights. Exits 1 if a case fails."""
+    from bicl.frontends.http.chaos.cases import CASES  # loads torch: not for --help
+    from bicl.frontends.http.chaos.command import run
+
+    if list_cases:
+        typer.echo("\n".join(CASES))
+    elif not run(cases or [], device=device, seed=seed, as_json=json):
+        raise typer.Exit(1)
 
 
 @app.command(

@@ -19,8 +19,8 @@ def _on_disk(lab: Lab) -> dict[str, Any]:
     return {"disk_cache_dir": lab.folder, "disk_cache_bytes": DISK_BYTES}
 
 
-def _cached(rig: Rig, prompt: tuple[int, ...], **whose: str) -> int:
-    usage = rig.ask(prompt, **whose).usage
+def _cached(rig: Rig, prompt: tuple[int, ...], *, salt: str = "", adapter_id: str = "") -> int:
+    usage = rig.ask(prompt, salt=salt, adapter_id=adapter_id).usage
     assert usage is not None
     return usage.cached_tokens
 
@@ -48,7 +48,7 @@ def tenant_salts(lab: Lab) -> Mapping[str, float]:
     """Salt a, a, b, none: 0, some, 0, 0 cached tokens, whatever tier would have to bring them."""
     hits = 0
     with lab.rig(**_on_disk(lab)) as rig:
-        for forget in (lambda: None, rig.forget_pool, rig.forget_host):
+        for forget in (rig.forget_nothing, rig.forget_pool, rig.forget_host):
             prompt = lab.prompt(LENGTH)
             require(_cached(rig, prompt, salt="a") == 0, "a prompt was cached before it was sent")
             forget()

@@ -36,11 +36,12 @@ def _on_disk(lab: Lab) -> dict[str, Any]:
 def oracle_sees_a_wrong_page(lab: Lab) -> Mapping[str, float]:
     """The oracle itself: NaN, another page's contents and noise in a cached page are noticed."""
     seen = 0
-    for damage in (
+    damages: tuple[Callable[[torch.Tensor, torch.Tensor], object], ...] = (
         lambda page, other: page.fill_(math.nan),
         lambda page, other: page.copy_(other),
         lambda page, other: page.normal_(),
-    ):
+    )
+    for damage in damages:
         prompt = lab.prompt(LENGTH)
         with lab.rig(host_cache_bytes=0) as rig:
             rig.ask(prompt)
@@ -129,12 +130,11 @@ def cancel_at_every_stage(lab: Lab) -> Mapping[str, float]:
         runner, mover = rig.engine._runner, rig.tiers.mover
         disk = rig.tiers._disk
         assert disk is not None
-        forget = {"disk": rig.forget_host, "host": rig.forget_pool, "pool": lambda: None}
         for layer in range(rig.tiers.num_layers):
-            forget["host"]()
+            rig.forget_pool()
             stages["host"] += _cancelled(rig, prompt, mover, "load", layer)
         for page in range(2):
-            forget["disk"]()
+            rig.forget_host()
             stages["disk"] += _cancelled(rig, prompt, disk._store, "read", page)
         for step in range(5):
             fresh = lab.prompt(LENGTH)
@@ -152,7 +152,7 @@ def _cancelled(rig: Rig, prompt: tuple[int, ...], owner: Any, method: str, after
         stream = rig.submit(prompt)
         gate.wait()
         stream.close()
-        if method != "forward":  # the engine is free to see it before the copy ends
+        if method == "read":  # the engine only waits, and sees it before the read ends
             rig.wait_until(lambda: not rig.engine._live, "the request is gone")
         gate.open()
         rig.wait_until(lambda: not rig.engine._live, "the request is gone")

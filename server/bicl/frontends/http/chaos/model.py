@@ -34,7 +34,9 @@ def tiny_llama(device: str = "cpu", seed: int = 0) -> LoadedModel:
     )
     register()
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, attn_implementation=ATTENTION_NAME
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:  # wide, so that attention is far from uniform
@@ -49,6 +51,6 @@ def _one_word_a_token() -> PreTrainedTokenizerFast:
     words |= {f"w{i}": i for i in range(FIRST_ID, VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )

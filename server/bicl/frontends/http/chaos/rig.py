@@ -158,6 +158,9 @@ class Rig:
         )
         return answer
 
+    def forget_nothing(self) -> None:
+        """Beside the two that follow, for cases that go through all tiers."""
+
     def forget_pool(self) -> None:
         """All leaves the pool, as under pressure; the tiers keep what they have."""
         require(self.tiers.settle(PATIENCE_SECONDS), "the tiers did not come to rest")

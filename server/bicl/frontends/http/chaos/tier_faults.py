@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from bicl.errors import ConfigError
-from bicl.frontends.http.chaos import victim as victim_module
 from bicl.frontends.http.chaos.faults import Gate, files_of, replaced, slowed, spoil, torn
 from bicl.frontends.http.chaos.rig import PAGE_SIZE, PATIENCE_SECONDS, Lab, Rig, require
+from bicl.frontends.http.chaos.victim import prompts as prompts_of_the_victim
 
 DISK_BYTES = 64 << 20
 LENGTH = 5 * PAGE_SIZE + 7
-KILLS = 4
+KILLS = 2
+VICTIM = "from bicl.frontends.http.chaos.victim import main; main()"
 
 
 def _on_disk(lab: Lab) -> dict[str, Any]:
@@ -205,14 +206,14 @@ def kill_during_write_back(lab: Lab) -> Mapping[str, float]:
     torn_files, from_disk = 0, 0
     for number in range(KILLS):
         victim = subprocess.Popen(
-            [sys.executable, "-m", victim_module.__name__, str(lab.folder)],
+            [sys.executable, "-c", VICTIM, str(lab.folder), lab.loaded.device.type],
             stdout=subprocess.PIPE,
             text=True,
         )
         try:
             assert victim.stdout is not None
             require(victim.stdout.readline(), "the victim did not start")
-            time.sleep(0.1 * number + lab.rng.uniform(0.0, 0.1))
+            time.sleep(0.15 * number + lab.rng.uniform(0.0, 0.1))
         finally:
             victim.send_signal(signal.SIGKILL)
             victim.wait(PATIENCE_SECONDS)
@@ -220,7 +221,7 @@ def kill_during_write_back(lab: Lab) -> Mapping[str, float]:
         torn_files += len(list(lab.folder.rglob("*.tmp")))
         with lab.rig(**_on_disk(lab)) as rig:
             require(not list(lab.folder.rglob("*.tmp")), "half a file was left behind")
-            for prompt in victim_module.prompts()[:6]:
+            for prompt in prompts_of_the_victim()[:6]:
                 answer = rig.ask(prompt)
                 assert answer.usage is not None
                 from_disk += answer.usage.cached_disk_tokens

@@ -1,0 +1,58 @@
+"""Every case of ``bicl chaos`` holds. (A11, A12, A16-A19, A28-A33, A40, A71; ``docs/chaos.md``)"""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from bicl.cli import app
+from bicl.errors import InvalidInputError
+from bicl.frontends.http.chaos import CASES, run_case
+from bicl.frontends.http.chaos import runner as chaos_runner
+from bicl.frontends.http.chaos.rig import ChaosError, require
+
+SLOW = {"kill-during-write-back", "everything-at-once"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
+)
+def test_case_holds(name: str) -> None:
+    result = run_case(name)
+    assert not result.problem, result.problem
+    assert result.seen
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_faults_of_other_seeds(seed: int) -> None:
+    result = run_case("everything-at-once", seed=seed)
+    assert not result.problem, result.problem
+
+
+def test_a_contradiction_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chaos_runner.CASES, "disk-full", lambda lab: require(False, "it was wrong"))
+    result = CliRunner().invoke(app, ["chaos", "disk-full"])
+    assert result.exit_code == 1
+    assert "FAIL disk-full" in result.output
+    assert "it was wrong" in result.output
+    assert "0 of 1 cases held" in result.output
+
+
+def test_an_unexpected_error_fails_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chaos_runner.CASES, "disk-full", lambda lab: {}["nothing"])
+    assert "KeyError" in run_case("disk-full").problem
+
+
+def test_cases_are_listed_and_unknown_ones_refused() -> None:
+    result = CliRunner().invoke(app, ["chaos", "--list"])
+    assert result.output.split() == list(CASES)
+    refused = CliRunner().invoke(app, ["chaos", "no-such-case"])
+    assert isinstance(refused.exception, InvalidInputError)
+    assert "no-such-case" in str(refused.exception)
+
+
+def test_a_failed_requirement_is_a_contradiction() -> None:
+    require(True, "nothing")
+    with pytest.raises(ChaosError, match="something"):
+        require(0, "something")
