@@ -25,6 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.traces.ledger import ledger_tiers
 from bicl.cache.keys import PackedIds, pack_ids
 from bicl.cache.manager import CacheManager
 
@@ -111,11 +114,31 @@ def row(num_tokens: int, page_size: int, rounds: int) -> dict:
         "lookup_branched_us": measure(lambda: tree.cached_tokens(packed), rounds, lambda _: None),
         "acquire_us": acquire_then_release(run),
         "acquire_branched_us": acquire_then_release(tree),
+        "acquire_with_tiers_us": acquire_with_tiers(page_size, ids, packed, rounds),
         "release_us": release_after_acquire(run),
         "miss_evict_us": miss_with_eviction(page_size, num_tokens, ids, min(rounds, 20)),
         "commit_us": commit_of_cold_prompt(page_size, packed, min(rounds, 30)),
         "pack_list_us": measure(lambda: pack_ids(as_list), rounds, lambda _: None),
     }
+
+
+def acquire_with_tiers(page_size: int, ids: np.ndarray, packed: PackedIds, rounds: int) -> dict:
+    """The same hit with a host and a disk tier below the pool that hold the prefix, too."""
+    pages = 2 * len(ids) // page_size + 8
+    with ledger_tiers(page_size, host_pages=pages, disk_pages=pages) as tiers:
+        manager = CacheManager(pages, page_size, tiers=tiers)
+        fill(manager, ids)
+        assert tiers.settle(60)
+
+        def lookup() -> object:
+            return manager.promote(packed), manager.acquire(packed)
+
+        def after(found: object) -> None:
+            promotion, seq = found
+            assert promotion is None
+            manager.release(seq)
+
+        return measure(lookup, rounds, after)
 
 
 def commit_of_cold_prompt(page_size: int, packed: PackedIds, rounds: int) -> dict:

@@ -1,13 +1,13 @@
 """A trace through the embedded server's engine, against the same engine with reuse off.
 
-    python -m bench.traces.replay TRACE.jsonl [--model PATH|small] [--requests N] [--out FILE]
+    python -m bench.traces.replay TRACE.jsonl ... [--model PATH|small] [--requests N] [--out FILE]
 
 A sample of whole conversations is shrunk to the machine (512-token blocks become
 ``--block-tokens``) and sent in the order of the trace by a few clients, each of which sends its
 next request when the last is answered. Variants take turns and begin with an empty cache; each is
 compared within its round. Throughput counts prompt and new tokens; CPU time is that of the whole
 process, which other programs on the machine disturb less than the clock. The ideal is that of
-:mod:`bench.traces.ideal` for the tokens that all tiers of the variant hold together.
+:mod:`bench.traces.ideal` for the largest of the variant's tiers, which holds what the others do.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import argparse
 import queue
 import statistics
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,11 @@ from bench.serving.random_model import FIRST_ID, random_llama
 from bench.traces import ideal
 from bench.traces.mooncake import Tokens, TraceRequest, read, scale, thin, window
 from bicl.frontends.http.engine import Engine, EngineConfig
+from bicl.frontends.http.engine.sizing import page_bytes
 from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
 
 PAGE_SIZE = 64
+FILE_HEADER_BYTES = 4096
 RESULT = Path("bench/results/trace-replay-cpu.json")
 
 
@@ -91,7 +95,9 @@ def run(engine: Engine, requests: Sequence[TraceRequest], clients: int) -> Outco
     return Outcome(time.perf_counter() - began, time.process_time() - cpu, waits, sum(cached))
 
 
-def make_engine(loaded: LoadedModel, variant: Variant, options: argparse.Namespace) -> Engine:
+@contextmanager
+def running(loaded: LoadedModel, variant: Variant, options: argparse.Namespace) -> Iterator[Engine]:
+    """An engine with empty tiers of the variant's sizes."""
     config = EngineConfig(
         max_total_tokens=options.max_tokens,
         max_batch_prefill_tokens=1024,
@@ -100,7 +106,22 @@ def make_engine(loaded: LoadedModel, variant: Variant, options: argparse.Namespa
         prefix_caching=variant.reuse,
         num_threads=options.threads,
     )
-    return Engine(loaded, config).start()
+    one_page = page_bytes(loaded, config)
+    with tempfile.TemporaryDirectory(prefix="bicl-replay-") as folder:
+        if variant.host_tokens:
+            config = replace(config, host_cache_bytes=variant.host_tokens // PAGE_SIZE * one_page)
+        if variant.disk_tokens:
+            file_bytes = one_page + FILE_HEADER_BYTES
+            config = replace(
+                config,
+                disk_cache_dir=Path(folder),
+                disk_cache_bytes=variant.disk_tokens // PAGE_SIZE * file_bytes,
+            )
+        engine = Engine(loaded, config).start()
+        try:
+            yield engine
+        finally:
+            engine.stop()
 
 
 def rows_of(
@@ -117,11 +138,13 @@ def rows_of(
         found = outcomes[variant.name]
         first = np.array([found_one.first_token_seconds for found_one in found]).ravel()
         rate = statistics.median(o.cached_tokens for o in found) / prompt_tokens
-        held = variant.gpu_tokens + variant.host_tokens + variant.disk_tokens
+        held = max(variant.gpu_tokens, variant.host_tokens, variant.disk_tokens)
         best = ideal.lru(requests, held // PAGE_SIZE, PAGE_SIZE) if variant.reuse else 0.0
         rows.append(
             {
                 "case": f"trace replay, {variant.name}",
+                "requests": len(requests),
+                "prompt_tokens": prompt_tokens,
                 "value": _median_ratio(off, found, "seconds"),
                 "unit": "x the throughput with reuse off",
                 "by_cpu_time": _median_ratio(off, found, "cpu_seconds"),
@@ -149,7 +172,7 @@ def _median_ratio(off: list[Outcome], on: list[Outcome], what: str) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--model", default=None, help="'small': random weights; default: bundled")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--block-tokens", type=int, default=64, help="a block of 512 becomes these")
@@ -166,40 +189,47 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     loaded = load(options)
-    requests = window(
-        scale(thin(read(options.trace), options.share), options.block_tokens),
-        options.max_tokens,
-        options.requests,
-    )
+    rows: list[dict[str, Any]] = []
+    for path in options.traces:
+        requests = window(
+            scale(thin(read(path), options.share), options.block_tokens),
+            options.max_tokens,
+            options.requests,
+        )
+        found = compare(loaded, requests, options)
+        for row in found:
+            print(_line(path.stem, row), flush=True)
+        rows += [{"trace": path.stem, **row} for row in found]
+    facts = {"model": loaded.model_id, "page_size": PAGE_SIZE, "threads": options.threads}
+    save(options.out, machine(**facts), rows)
+    return 0
+
+
+def compare(
+    loaded: LoadedModel, requests: Sequence[TraceRequest], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """All variants in turns, every second round backwards."""
     variants = [
         Variant("reuse off", options.pool, reuse=False),
         Variant("pool only", options.pool),
+        Variant("pool + host", options.pool, options.host),
+        Variant("pool + host + disk", options.pool, options.host, options.disk),
     ]
     outcomes: dict[str, list[Outcome]] = {variant.name: [] for variant in variants}
     for number in range(options.rounds):
         for variant in variants if number % 2 == 0 else reversed(variants):
-            engine = make_engine(loaded, variant, options)
-            try:
+            with running(loaded, variant, options) as engine:
                 outcomes[variant.name].append(run(engine, requests, options.clients))
-            finally:
-                engine.stop()
-    rows = rows_of(variants, outcomes, requests)
-    for row in rows:
-        print(
-            f"{row['case']:30} {row['tokens_per_second']:7d} tokens/s ({row['value']:.2f}x; "
-            f"{row['by_cpu_time']:.2f}x by CPU time), first token p50 "
-            f"{row['first_token_p50_ms']:.0f} ms, p90 {row['first_token_p90_ms']:.0f} ms, "
-            f"hits {100 * row['hit_rate']:.1f} % (ideal {100 * row['ideal']:.1f} %)"
-        )
-    facts = {
-        "trace": options.trace.stem,
-        "model": loaded.model_id,
-        "requests": len(requests),
-        "prompt_tokens": ideal.queried_tokens(requests),
-        "page_size": PAGE_SIZE,
-    }
-    save(options.out, machine(**facts), rows)
-    return 0
+    return rows_of(variants, outcomes, requests)
+
+
+def _line(trace: str, row: dict[str, Any]) -> str:
+    return (
+        f"{trace}, {row['case']}: {row['tokens_per_second']} tokens/s ({row['value']:.2f}x; "
+        f"{row['by_cpu_time']:.2f}x by CPU time), first token p50 "
+        f"{row['first_token_p50_ms']:.0f} ms, p90 {row['first_token_p90_ms']:.0f} ms, "
+        f"hits {100 * row['hit_rate']:.1f} % (ideal {100 * row['ideal']:.1f} %)"
+    )
 
 
 def load(options: argparse.Namespace) -> LoadedModel:

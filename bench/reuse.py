@@ -1,0 +1,103 @@
+"""What was promised of reuse, checked against the result files.
+
+``python -m bench.reuse`` prints a line a target; exits 1 if one is missed or was not measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.targets import Verdict
+
+__all__ = ["main", "verdicts"]
+
+RESULTS = Path("bench/results")
+GPU, RATES, REPLAY, LOOKUP = (
+    "reuse-h200.json", "trace-hit-rates.json", "trace-replay-cpu.json", "cache_lookup.json"
+)  # fmt: skip
+LONG_HIT = 50_000
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def verdicts(results: Mapping[str, Rows]) -> list[Verdict]:
+    """Every target; ``results``: file name to rows."""
+    gpu = results.get(GPU, [])
+    return [
+        *_each(gpu, "exposed reordering, all", 0.013, " of step time", at_most=True),
+        *_each(gpu, "exposed reordering in a decode step", 0.005, " of step time", at_most=True),
+        *_each(gpu, "prefill with reordering", 0.98, "x"),
+        *_each(gpu, "no hits, index", 0.99, "x"),
+        *_each(gpu, "host hit, first token", 5.0, "x"),
+        *_each(gpu, "host hit, bandwidth", 0.8, " of the host-to-device rate"),
+        *_each(gpu, "three turns", 1.0, "x of turns 1 and 2"),
+        *_each(gpu, "in flight", 1.0, " times computed", at_most=True),
+        *_hit_rates(results.get(RATES, [])),
+        *_replay(results.get(REPLAY, [])),
+        *_lookup(results.get(LOOKUP, [])),
+    ]
+
+
+def _each(
+    rows: Rows, case: str, limit: float, unit: str, *, at_most: bool = False
+) -> Iterator[Verdict]:
+    """A verdict for each row of a case; one without a value if there is none."""
+    found = [row for row in rows if row.get("case") == case]
+    for row in found or [{}]:
+        note = str(row.get("shape") or _shrunk(row))
+        yield Verdict(case, row.get("value"), limit, at_most, unit, note)
+
+
+def _shrunk(row: Mapping[str, Any]) -> str:
+    factor = row.get("lengths_divided_by")
+    return f"lengths divided by {factor}" if factor else ""
+
+
+def _hit_rates(rows: Rows) -> Iterator[Verdict]:
+    cases = ("hit rate, GPU only", "hit rate, GPU + host", "hit rate, GPU + host + disk")
+    for case in cases:
+        found = [row for row in rows if row["case"] == case]
+        for row in found or [{}]:
+            note = f"{row['trace']}, {row['tokens'] / 1e6:g}M tokens" if row else ""
+            points = row.get("points_from_ideal")
+            yield Verdict(f"{case}: points from the ideal", points, 1.0, True, "", note)
+
+
+def _replay(rows: Rows) -> Iterator[Verdict]:
+    found = [row for row in rows if row["case"] != "trace replay, reuse off"]
+    for row in found or [{"case": "trace replay"}]:
+        yield Verdict(f"{row['case']}: throughput", row.get("value"), 1.0, False, "x")
+
+
+def _lookup(rows: Rows) -> Iterator[Verdict]:
+    row = next((row for row in rows if row["tokens"] == LONG_HIT), None)
+
+    def find(name: str) -> float | None:
+        return row[name]["median"] if row and name in row else None
+
+    for name in ("acquire_us", "acquire_branched_us", "acquire_with_tiers_us"):
+        yield Verdict(f"50k-token hit, {name[:-3]}", find(name), 125.0, True, " us")
+    for name in ("lookup_us", "lookup_branched_us"):
+        value = find(name)
+        per_thousand = None if value is None else value / (LONG_HIT / 1000)
+        yield Verdict(f"{name[:-3]}, per 1k tokens", per_thousand, 10.0, True, " us")
+
+
+def main() -> int:
+    results = {}
+    for name in (GPU, RATES, REPLAY, LOOKUP):
+        path = RESULTS / name
+        results[name] = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = verdicts(results)
+    print("\n".join(map(str, found)))
+    missed = sum(not verdict.passed for verdict in found)
+    print(f"\n{len(found) - missed} of {len(found)} targets met")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
