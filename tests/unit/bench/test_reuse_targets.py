@@ -1,0 +1,60 @@
+"""Targets of reuse: a miss is a miss, and what was not measured is no pass."""
+
+import random
+
+from bench.reuse import GPU, LOOKUP, RATES, REPLAY, verdicts
+from bench.serving.reordering import exposed_ns
+
+
+def everything(good: bool) -> dict:
+    def row(case, pass_value, fail_value, **more):
+        return {"case": case, "value": pass_value if good else fail_value, **more}
+
+    at_least = {
+        "prefill with reordering": 0.98,
+        "no hits, index": 0.99,
+        "host hit, first token": 5.0,
+        "host hit, bandwidth": 0.8,
+        "three turns": 1.0,
+    }
+    gpu = [row(case, limit, limit - 0.01) for case, limit in at_least.items()]
+    gpu += [
+        row("exposed reordering, all", 0.013, 0.014),
+        row("exposed reordering in a decode step", 0.005, 0.006),
+        row("in flight", 1.0, 2.0),
+    ]
+    rates = [
+        {"case": case, "trace": "t", "tokens": 1, "points_from_ideal": 0.9 if good else 1.1}
+        for case in ("hit rate, GPU only", "hit rate, GPU + host", "hit rate, GPU + host + disk")
+    ]
+    us = 125.0 if good else 1000.0
+    names = ("acquire", "acquire_branched", "acquire_with_tiers", "lookup", "lookup_branched")
+    lookup = [{"tokens": 50_000, **{f"{name}_us": {"median": us} for name in names}}]
+    replay = [row("trace replay, pool only", 1.0, 0.9)]
+    return {GPU: gpu, RATES: rates, REPLAY: replay, LOOKUP: lookup}
+
+
+def test_all_targets_pass_at_their_limits() -> None:
+    assert [str(v) for v in verdicts(everything(True)) if not v.passed] == []
+
+
+def test_every_target_can_be_missed() -> None:
+    assert [str(v) for v in verdicts(everything(False)) if v.passed] == []
+
+
+def test_nothing_measured_means_nothing_passed() -> None:
+    found = verdicts({})
+    assert len(found) == len(verdicts(everything(True)))
+    assert not any(v.passed for v in found)
+
+
+def test_exposed_is_what_no_other_kernel_covers() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        stores, others = (
+            sorted((a, a + rng.randrange(1, 9)) for a in (rng.randrange(60) for _ in range(n)))
+            for n in (rng.randrange(4), rng.randrange(12))
+        )
+        covered = {t for begin, end in others for t in range(begin, end)}
+        expected = sum(t not in covered for begin, end in stores for t in range(begin, end))
+        assert exposed_ns(stores, others) == expected
