@@ -99,6 +99,7 @@ class Engine:
         if self._runner.graphs is not None:
             self._runner.graphs.capture()
         if self._tiers is not None:
+            self._set_threads()
             measure(self._tiers, self.config, self._runner)
         self._thread = threading.Thread(target=self._loop, name="bicl-engine", daemon=True)
         self._thread.start()
@@ -215,8 +216,7 @@ class Engine:
 
     # --- the engine's thread -----------------------------------------------------------------
     def _loop(self) -> None:
-        if self.config.num_threads is not None:
-            torch.set_num_threads(self.config.num_threads)
+        self._set_threads()
         try:
             while self._wait_for_work():
                 self.step()
@@ -229,6 +229,11 @@ class Engine:
                 for sequence in self._scheduler.everything():
                     self._fail(sequence, OverloadedError("the server stopped"))
                 self._changed.notify_all()
+
+    def _set_threads(self) -> None:
+        """torch's threads of the calling thread."""
+        if self.config.num_threads is not None:
+            torch.set_num_threads(self.config.num_threads)
 
     def _wait_for_work(self) -> bool:
         """Take what arrived; sleep while there is nothing. False: stop."""
