@@ -68,7 +68,7 @@ def wipe(layers, pages: list[int]) -> None:
 
 
 def test_pages_come_back_bit_for_bit(layers, tiers) -> None:
-    prompt, pages = chain(40), list(range(0, 40))
+    prompt, pages = chain(40), list(range(40))
     held = fill(layers, pages)
     tiers.save(prompt, pages)
     assert tiers.settle(30)
