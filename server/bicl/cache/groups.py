@@ -23,6 +23,8 @@ class GroupedManager(CacheManager):
     Args:
         num_pages, page_size: of the first group, as for :class:`CacheManager`.
         group_pages: pages of the second one.
+        reserve_pages: pages of the second group that beginning sequences leave free or evictable
+            while others live, so that what one of those keeps can always be laid out.
         min_computed_tokens: newest tokens of a prompt that are never taken from the cache.
         options: as for :class:`CacheManager`; tiers are not among them.
 
@@ -36,12 +38,14 @@ class GroupedManager(CacheManager):
         page_size: int,
         *,
         group_pages: int,
+        reserve_pages: int = 0,
         min_computed_tokens: int = 1,
         **options: Any,
     ) -> None:
         super().__init__(num_pages, page_size, **options)
         self.group = CacheManager(group_pages, page_size, **options)
         self._min_computed = min_computed_tokens
+        self._reserve_pages = reserve_pages
 
     @property
     def max_tokens(self) -> int:
@@ -64,6 +68,9 @@ class GroupedManager(CacheManager):
         options["max_cached"] = min(shared, options.get("max_cached") or shared)
         twin = self.group.acquire(ids, namespace, **options)
         if twin is None:
+            return None
+        if self._live and self.group.available_pages < self._reserve_pages:
+            self.group.release(twin, keep=False)
             return None
         seq = super().acquire(ids, namespace, **options)
         if seq is None:

@@ -206,6 +206,16 @@ def test_many_requests_on_few_pages_finish(tiny) -> None:
     assert all(len(result.ids) == 150 for result in results)
 
 
+@pytest.mark.parametrize("ratio", [0.3, 0.6])
+def test_prompts_that_end_in_one_step_all_find_room_for_what_they_keep(tiny, ratio) -> None:
+    config = replace(CONFIG, sparsity_ratio=ratio)
+    sizes = {**SIZES, "max_batch_size": 2, "max_batch_prefill_tokens": 2000}
+    with running(tiny, **sizes, hysparse=config, guard=BOUNDS) as engine:
+        results = answers(engine, prompt(900, 1), prompt(950, 2))
+        assert engine.snapshot().sparse.compactions == 2
+    assert all(r.done.usage.sparse.actual_ratio > ratio - 0.1 for r in results)
+
+
 def test_lost_attention_keeps_the_full_cache(tiny, dense) -> None:
     """Judged before anything is dropped: nothing is lost."""
     with running(tiny, **SIZES, hysparse=CONFIG, guard=GuardBounds(min_mass_kept=0.99)) as engine:

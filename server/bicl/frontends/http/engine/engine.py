@@ -32,7 +32,7 @@ from bicl.frontends.http.engine.runner import ModelRunner
 from bicl.frontends.http.engine.sampler import SamplingState
 from bicl.frontends.http.engine.scheduler import Chunk, Plan, Scheduler
 from bicl.frontends.http.engine.sequence import Sequence
-from bicl.frontends.http.engine.sizing import num_pages, sparse_layers
+from bicl.frontends.http.engine.sizing import num_pages, reserve_pages, sparse_layers
 from bicl.frontends.http.engine.sparse import SparseControl
 from bicl.frontends.http.engine.stream import RequestStream
 from bicl.frontends.http.engine.text import Detokenizer, StopCheck
@@ -380,7 +380,12 @@ class Engine:
         group = next(iter(self._runner.compact.layers.values())).num_pages
         # The tokens that judge the others must be computed.
         return GroupedManager(
-            pages, size, group_pages=group, min_computed_tokens=OBSERVED, **shared
+            pages,
+            size,
+            group_pages=group,
+            reserve_pages=reserve_pages(self.config),
+            min_computed_tokens=OBSERVED,
+            **shared,
         )
 
     def _sparse_control(self) -> SparseControl | CompactControl | None:

@@ -25,6 +25,7 @@ __all__ = [
     "num_pages",
     "page_bytes",
     "page_layouts",
+    "reserve_pages",
     "sparse_layers",
 ]
 
@@ -71,12 +72,21 @@ def page_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
 def group_pages(loaded: LoadedModel, config: EngineConfig, pages: int) -> dict[int, int]:
     """In compact mode: the layers of the second page group, and how many pages they have.
 
-    What the kept tokens of ``pages`` full pages take, and one request that is still whole.
+    What the kept tokens of ``pages`` full pages take, and one request that is still whole, beside
+    what it will keep.
     """
     if not config.compact or config.hysparse is None:
         return {}
     kept = math.ceil((1.0 - config.hysparse.sparsity_ratio) * pages)
-    return dict.fromkeys(sparse_layers(loaded, config), kept + _longest(config))
+    count = kept + _longest(config) + reserve_pages(config)
+    return dict.fromkeys(sparse_layers(loaded, config), count)
+
+
+def reserve_pages(config: EngineConfig) -> int:
+    """In compact mode: what the longest request keeps in the second page group."""
+    if config.hysparse is None:
+        return 0
+    return math.ceil((1.0 - config.hysparse.sparsity_ratio) * _longest(config))
 
 
 def _longest(config: EngineConfig) -> int:
@@ -129,13 +139,15 @@ def num_pages(loaded: LoadedModel, config: EngineConfig) -> int:
 
 
 def _whole_request_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
-    """In compact mode: the sparse layers' pages of the longest request, before it drops tokens."""
+    """In compact mode: the sparse layers' pages of the longest request, before it drops tokens,
+    beside what it keeps."""
     if not config.compact:
         return 0
     layouts = page_layouts(loaded, config)
     layers = sparse_layers(loaded, config)
     # One page more, because a share of the others is rounded up.
-    return (_longest(config) + 1) * sum(layouts[layer].page_bytes for layer in layers)
+    count = _longest(config) + reserve_pages(config) + 1
+    return count * sum(layouts[layer].page_bytes for layer in layers)
 
 
 def host_cache_bytes(cache: KVCacheConfig, device: torch.device) -> int:
