@@ -117,7 +117,7 @@ class _Audit:
         if (layer := self.watched.get(id(cache))) is not None:
             layer.key[slots] = key
             layer.value[slots] = value
-            layer.unknown[slots] = False
+            layer.unknown.index_fill_(0, slots, False)  # no copy from the host: graphs record it
 
     def brought(self, pages: list[int]) -> None:
         """Pages came from the tiers: what they hold is not known here."""
