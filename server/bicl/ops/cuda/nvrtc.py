@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bicl.config import environment
 from bicl.errors import BackendError
 
 __all__ = ["HEADERS", "KernelCompiler", "name_expression"]
@@ -99,7 +100,7 @@ class KernelCompiler:
         self._nvrtc: Any = nvrtc
         self._sources = json.loads(sources.read_text())
         # CuPy's own folder and variable: who moved its cache moved ours.
-        self._cache = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
+        self._cache = Path(environment().get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
         self._include = _cuda_include()
         facts = [sources.read_text(), PRELUDE, self.arch, str(nvrtc.getVersion())]
         self._digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()
