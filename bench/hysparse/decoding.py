@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from bicl.frontends.transformers.geometry import cache_argument
 from bicl.frontends.transformers.rows import LayerRows, PagedCache
+from bicl.ops.cpu.dense import attend, mask_bias, merge
 from bicl.sparse.variants import DecodeRows
 
 __all__ = ["Context", "Episode", "KeepRows", "Observer", "decode_logits", "read_context"]
@@ -152,7 +153,9 @@ class _DecodeCache(PagedCache):
                 else:
                     seen = torch.arange(len(key), device=key.device) < shared[:, None]
                     kept = seen[:, None].expand(-1, key.shape[1], -1)
-                out[lot] = self._attend(query[lot], key, value, own, lot, kept, scale)
+                fused = key.device.type == "cpu"
+                attention = self._attend_fused if fused else self._attend
+                out[lot] = attention(query[lot], key, value, own, lot, kept, scale)
         return out[None]
 
     def _attend(
@@ -182,6 +185,41 @@ class _DecodeCache(PagedCache):
             0, 1
         )
         return out.flatten(1, 2)
+
+    def _attend_fused(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        lot: slice,
+        kept: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """The same by torch's fused CPU kernel, several times as fast there: the two sets of keys
+        apart, merged by their log-sum-exps."""
+        (rows, num_q_heads, dim), heads, steps = query.shape, key.shape[1], self._steps
+        group = num_q_heads // heads
+        packed = query.reshape(rows, heads, group, dim).permute(1, 2, 0, 3).reshape(1, heads, -1, dim)
+        bias = None
+        if not kept.all():
+            mask = kept.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+            bias = mask_bias(mask.reshape(1, heads, -1, len(key)), query.dtype)
+        far = attend(packed, key.transpose(0, 1)[None], value.transpose(0, 1)[None],
+                     scale=scale, bias=bias)  # fmt: skip
+        episodes = query.reshape(-1, steps, num_q_heads, dim).transpose(1, 2)
+        own_key, own_value = (
+            x[lot].reshape(-1, steps, heads, dim).transpose(1, 2).repeat_interleave(group, dim=1)
+            for x in own
+        )
+        near_out, near_lse = attend(episodes, own_key, own_value, scale=scale, causal=True)
+        near = (
+            near_out.transpose(1, 2).reshape(rows, num_q_heads, dim),
+            near_lse.transpose(1, 2).reshape(rows, num_q_heads),
+        )
+        far_out = far[0].reshape(num_q_heads, rows, dim).transpose(0, 1)
+        far_lse = far[1].reshape(num_q_heads, rows).t()
+        return merge((far_out, far_lse), near)[0]
 
 
 def decode_logits(

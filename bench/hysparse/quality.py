@@ -361,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         missing.append(f"kvpress ({error})")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if options.device != "cpu" else "medium")
     model = load_model(options.model, options.device)
     config = HySparseConfig(floor_tokens=0)
     layers = config.sparse_layers(model.depth)
