@@ -47,45 +47,73 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("written to", options.target)
 
 
+PANELS = (
+    ("perplexity_change", "perplexity, change to dense (%)", 0.5),
+    ("task_accuracy_of_dense", "task answers right, of dense (%)", 99.5),
+)
+"""Value of a summary row, its label, the target."""
+
+
 def _draw(rows: Rows, meta: Mapping[str, Any], target: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
-    panels = (
-        ("perplexity_change", "perplexity, change to dense (%)", 100.0, 0.5),
-        ("task_accuracy_of_dense", "task answers right, of dense (%)", 100.0, 99.5),
-    )
-    for axis, (value, label, factor, goal) in zip(axes, panels, strict=True):
-        for name, points in curves(rows, value).items():
-            colour, line, title = STYLES[name]
-            width = 2.4 if name == "bounds" else 1.2
-            ratios, values = zip(*points, strict=True)
-            axis.plot(
-                ratios,
-                [factor * v for v in values],
-                line,
-                color=colour,
-                label=title,
-                linewidth=width,
-                marker="o",
-                markersize=3,
-            )
-        axis.axhline(goal, color="#cccccc", linewidth=0.8)
-        axis.set_xlabel("share of the keys left out in a sparse layer")
-        axis.set_ylabel(label)
+    summary = [row for row in rows if row["measure"] == "summary" and row["ratio"]]
+    ratios = sorted({row["ratio"] for row in summary})
+    size = (12, 4.6) if len(ratios) > 1 else (12, 7)
+    figure, axes = plt.subplots(1, 2, figsize=size, layout="constrained")
+    for axis, panel in zip(axes, PANELS, strict=True):
+        if len(ratios) > 1:
+            _lines(axis, rows, *panel)
+        else:
+            _bars(axis, summary, *panel)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yscale("symlog", linthresh=1.0)
-    axes[1].legend(frameon=False, fontsize=8)
-    depth, layers = meta["depth"], meta["sparse_layers"]
-    figure.suptitle(
-        f"SmolLM2-135M, {len(layers)} of {depth} layers sparse, contexts of 2k to 8k tokens",
-        fontsize=10,
-    )
+    if len(ratios) > 1:
+        axes[0].set_yscale("symlog", linthresh=1.0)
+        axes[1].legend(frameon=False, fontsize=8)
+    figure.suptitle(_title(rows, meta, ratios), fontsize=10)
     figure.savefig(target, dpi=150)
     plt.close(figure)
+
+
+def _lines(axis: Any, rows: Rows, value: str, label: str, goal: float) -> None:
+    for name, points in curves(rows, value).items():
+        colour, line, title = STYLES[name]
+        width = 2.4 if name == "bounds" else 1.2
+        ratios, values = zip(*points, strict=True)
+        percent = [100 * v for v in values]
+        axis.plot(ratios, percent, line, color=colour, label=title, linewidth=width, marker=".")
+    axis.axhline(goal, color="#cccccc", linewidth=0.8)
+    axis.set_xlabel("share of the keys left out in a sparse layer")
+    axis.set_ylabel(label)
+
+
+def _bars(axis: Any, summary: Rows, value: str, label: str, goal: float) -> None:
+    """All configurations at one ratio, the best on top, with one standard error."""
+    known = [row for row in summary if row.get(value) is not None]
+    known.sort(key=lambda row: row[value], reverse=value == "perplexity_change")
+    error = [100 * (row.get(f"{value}_se") or 0.0) for row in known]
+    axis.barh(
+        [row["name"] for row in known],
+        [100 * row[value] for row in known],
+        xerr=error if any(error) else None,
+        color=[STYLES.get(row["name"], ("#c9c9c9",))[0] for row in known],
+        error_kw={"ecolor": "#555555", "elinewidth": 0.8},
+    )
+    axis.axvline(goal, color="#888888", linewidth=0.8, linestyle=":")
+    axis.tick_params(axis="y", labelsize=8)
+    axis.set_xlabel(label)
+
+
+def _title(rows: Rows, meta: Mapping[str, Any], ratios: Sequence[float]) -> str:
+    lengths = sorted({row["tokens"] for row in rows if row["measure"] != "summary"})
+    share = "" if len(ratios) > 1 else f", {ratios[0]:.0%} of the keys left out in them"
+    return (
+        f"SmolLM2-135M, {len(meta['sparse_layers'])} of {meta['depth']} layers sparse{share}, "
+        f"contexts of {' to '.join(map(str, dict.fromkeys((lengths[0], lengths[-1]))))} tokens"
+    )
 
 
 if __name__ == "__main__":
