@@ -32,6 +32,7 @@ from bicl.cache.tiers.mover import PageMover
 from bicl.cache.tiers.saves import SaveQueue
 from bicl.cache.tiers.stats import TierStats
 from bicl.cache.tiers.transfers import Fetch, Promotion, Reservation
+from bicl.errors import ConfigError
 
 if TYPE_CHECKING:
     from bicl.cache.tiers.disk_pipe import DiskPipe
@@ -85,8 +86,13 @@ class PageTiers:
         self._stats.host_slots = arena.num_slots
         self._disk: DiskPipe | None = None
         if disk_folder is not None:  # needs a package that only this tier needs
-            from bicl.cache.tiers.disk import DiskStore
-            from bicl.cache.tiers.disk_pipe import DiskPipe
+            try:
+                from bicl.cache.tiers.disk import DiskStore
+                from bicl.cache.tiers.disk_pipe import DiskPipe
+            except ImportError as error:
+                raise ConfigError(
+                    f"the disk tier needs xxhash: pip install xxhash ({error})"
+                ) from None
 
             store = DiskStore(
                 disk_folder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -474,3 +475,12 @@ def test_page_that_is_saved_again_before_its_copy_began_keeps_the_newer_name(
     assert one.tiers.num_in_host(chain(PAGE, seed=2), 0, 1) == 0
     assert one.fetch(chain(PAGE, seed=3), [5]) == 1
     assert one.holds([5], held)
+
+
+def test_missing_hash_package_is_named(rig, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    for module in ("disk", "disk_pipe"):
+        monkeypatch.delitem(sys.modules, f"bicl.cache.tiers.{module}", raising=False)
+    with pytest.raises(ConfigError, match="pip install xxhash"):
+        rig(disk_folder=tmp_path, disk_bytes=MEBI)
+    assert rig()  # host memory needs none
