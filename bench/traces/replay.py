@@ -176,8 +176,7 @@ def main() -> int:
     parser.add_argument("--model", default=None, help="'small': random weights; default: bundled")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--block-tokens", type=int, default=64, help="a block of 512 becomes these")
-    parser.add_argument("--share", type=float, default=0.02, help="of the conversations")
-    parser.add_argument("--requests", type=int, default=80)
+    parser.add_argument("--requests", type=int, default=80, help="about so many")
     parser.add_argument("--max-tokens", type=int, default=2048)
     parser.add_argument("--pool", type=int, default=8192, help="tokens of the pool")
     parser.add_argument("--host", type=int, default=16384, help="tokens of the host tier")
@@ -191,11 +190,9 @@ def main() -> int:
     loaded = load(options)
     rows: list[dict[str, Any]] = []
     for path in options.traces:
-        requests = window(
-            scale(thin(read(path), options.share), options.block_tokens),
-            options.max_tokens,
-            options.requests,
-        )
+        whole = read(path)
+        sample = thin(whole, options.requests / len(whole))  # whole conversations, all the hour
+        requests = window(scale(sample, options.block_tokens), options.max_tokens, len(sample))
         found = compare(loaded, requests, options)
         for row in found:
             print(_line(path.stem, row), flush=True)
