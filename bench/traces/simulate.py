@@ -144,7 +144,7 @@ def main() -> int:
         for row in _rows(requests, options.tokens):
             rows.append({"trace": path.stem, **row})
             print(_line(rows[-1]), flush=True)
-    save(options.out, machine(page_size=PAGE_SIZE), rows)
+            save(options.out, machine(page_size=PAGE_SIZE), rows)
     return 0
 
 
