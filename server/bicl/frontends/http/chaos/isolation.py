@@ -41,7 +41,8 @@ def adapter_swap(lab: Lab) -> Mapping[str, float]:
         require(found == 0, f"{found} tokens of the adapter that was replaced")
         rig.forget_host()
         require(_cached(rig, prompt, adapter_id="second"), "the flush took another's pages")
-        return {"freed": report.freed_pages}
+        require(report.tier_pages, "the flush left the tiers alone")
+        return {"flushed": report.freed_pages + report.tier_pages}
 
 
 def tenant_salts(lab: Lab) -> Mapping[str, float]:
@@ -86,7 +87,7 @@ def weights_changed(lab: Lab) -> Mapping[str, float]:
         rig.engine.flush_cache()  # the weights go back, and the folder must not serve these
     first.model.load_state_dict(tiny_llama(first.device.type).model.state_dict())
     lab.forget_truth()
-    return {"freed": report.freed_pages}
+    return {"flushed": report.freed_pages + report.tier_pages}
 
 
 def tenants_timing_each_other(lab: Lab) -> Mapping[str, float]:
