@@ -6,6 +6,7 @@ them is found below by chain keys. Whoever calls holds the sequences.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from bicl.cache.allocator import PageAllocator
@@ -52,7 +53,9 @@ class Prefixes:
         self._stats = stats
         self._clock = clock
         self._unsound: set[int] = set()  # indexed pages found without their tag
-        self._computed: dict[bytes, None] = {}  # keys of pages ever added, the last MEMORY of them
+        # Keys of pages ever added, the last MEMORY of them. (A plain dict finds its first entry
+        # slower the more were deleted before it.)
+        self._computed: OrderedDict[bytes, None] = OrderedDict()
 
     # --- find --------------------------------------------------------------------------------
     def match(self, ids: bytes, namespace: Namespace, max_tokens: int) -> Match | None:
@@ -132,7 +135,7 @@ class Prefixes:
             self.tags.write(new, keys[1:])
             self._computed.update(dict.fromkeys(keys[1:]))
             while len(self._computed) > MEMORY:
-                del self._computed[next(iter(self._computed))]
+                self._computed.popitem(last=False)
             if self.arrivals is not None:
                 new_ids = ids[present * self.index.page_bytes :]
                 self.arrivals.tiers.save(self._chain(new_ids, keys, 0, namespace), new)
