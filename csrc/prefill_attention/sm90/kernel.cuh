@@ -13,6 +13,7 @@ namespace bicl::prefill::sm90 {
 
 template <typename E, typename KV, int D, bool kLocal, bool kCap>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ PrefillParams p) {
+#ifndef BICL_NO_DEVICE_CODE  // a card outside the build; NVRTC makes it there
   using C = Config<KV, D>;
   extern __shared__ __align__(1024) char shared[];
   Control& control = *reinterpret_cast<Control*>(shared + C::kControlOffset);
@@ -70,6 +71,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pr
         0};
     work.run();
   }
+#endif
 }
 
 }  // namespace bicl::prefill::sm90
