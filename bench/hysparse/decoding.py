@@ -200,7 +200,8 @@ class _DecodeCache(PagedCache):
         apart, merged by their log-sum-exps."""
         (rows, num_q_heads, dim), heads, steps = query.shape, key.shape[1], self._steps
         group = num_q_heads // heads
-        packed = query.reshape(rows, heads, group, dim).permute(1, 2, 0, 3).reshape(1, heads, -1, dim)
+        packed = query.reshape(rows, heads, group, dim).permute(1, 2, 0, 3)
+        packed = packed.reshape(1, heads, -1, dim)
         bias = None
         if not kept.all():
             mask = kept.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
