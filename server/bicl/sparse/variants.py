@@ -79,6 +79,15 @@ def _bounds(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     return _by_tiles(rows, choice, _box_scores(rows, choice, choice.weights), choice.combine)
 
 
+def _bounds_16(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """Four boxes of 16 keys a page of 64, four times the index: what a finer index would give."""
+    scores = _box_scores(rows, choice, choice.weights, keys=16)
+    parts = choice.rule.page_size // 16
+    scores = F.pad(scores, (0, -scores.shape[2] % parts), value=-torch.inf)
+    pages = scores.reshape(*scores.shape[:2], -1, parts).logsumexp(dim=-1)
+    return _by_tiles(rows, choice, pages, choice.combine)
+
+
 def _quest(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     """Boxes as upper bounds; the paper has no shared KV heads, the maximum is its natural turn."""
     scores = _box_scores(rows, choice, torch.ones_like(choice.weights))
@@ -144,6 +153,7 @@ def _oracle_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "bounds": _bounds,
+    "bounds-16": _bounds_16,
     "gate": _gate,
     "literal": _literal,
     "tile-token": _tile_token,
@@ -183,8 +193,11 @@ def _cosines(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     return torch.einsum("rhgd,thd->rhgt", query, choice.gate.project(rows.key, "key")).flatten(1, 2)
 
 
-def _box_scores(rows: DecodeRows, choice: Choice, weights: torch.Tensor) -> torch.Tensor:
-    pages = _by_page(rows.key, choice.rule.page_size)
+def _box_scores(
+    rows: DecodeRows, choice: Choice, weights: torch.Tensor, keys: int | None = None
+) -> torch.Tensor:
+    """Scores of boxes of ``keys`` keys each; of whole pages by default."""
+    pages = _by_page(rows.key, keys or choice.rule.page_size)
     boxes = torch.stack((pages.amin(dim=1), pages.amax(dim=1)), dim=2)  # [W, H, 2, D]
     # All rows share the keys: one batch entry with all the rows as its heads.
     count, heads = rows.query.shape[0], rows.num_kv_heads
