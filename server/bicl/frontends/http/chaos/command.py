@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from bicl.errors import InvalidInputError
@@ -22,17 +23,28 @@ def run(names: Sequence[str], *, device: str, seed: int, as_json: bool) -> bool:
     """
     if unknown := [name for name in names if name not in CASES]:
         raise InvalidInputError(f"there is no case {', '.join(unknown)}; see bicl chaos --list")
-    # Every fault is logged as such; what counts here is what comes of it.
-    logging.getLogger("bicl").setLevel(logging.CRITICAL)
     held = 0
-    for name in names or CASES:
-        result = run_case(name, device=device, seed=seed)
-        held += not result.problem
-        print(json.dumps(asdict(result)) if as_json else _line(result), flush=True)
+    with _quiet_log():
+        for name in names or CASES:
+            result = run_case(name, device=device, seed=seed)
+            held += not result.problem
+            print(json.dumps(asdict(result)) if as_json else _line(result), flush=True)
     total = len(names or CASES)
     if not as_json:
         print(f"{held} of {total} cases held (seed {seed}, {device})")
     return held == total
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Every fault is logged as such; what counts here is what comes of it."""
+    log = logging.getLogger("bicl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _line(result: Result) -> str:
