@@ -61,11 +61,6 @@ void launch_as(void (*)(Params...), const void* function, const LaunchConfig& co
   launch_function<Params...>(function, config, std::forward<Args>(args)...);
 }
 
-template <typename... Params, typename... Args>
-void launch(void (*kernel)(Params...), const LaunchConfig& config, Args&&... args) {
-  launch_function<Params...>(reinterpret_cast<const void*>(kernel), config, std::forward<Args>(args)...);
-}
-
 // launch<kernel<T>>(config, args...)
 template <auto kKernel, typename... Args>
 void launch(const LaunchConfig& config, Args&&... args) {
