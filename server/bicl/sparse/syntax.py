@@ -103,13 +103,23 @@ def _error_bytes(root: Any) -> int:
     return total
 
 
-@cache
 def _parser(name: str) -> Any:
+    """A parser of the caller's own: requests are read on many threads. None: not installed."""
+    language = _language(name)
+    if language is None:
+        return None
+    from tree_sitter import Parser
+
+    return Parser(language)
+
+
+@cache
+def _language(name: str) -> Any:
     if find_spec(f"tree_sitter_{name}") is None:
         return None
-    from tree_sitter import Language, Parser
+    from tree_sitter import Language
 
-    return Parser(Language(import_module(f"tree_sitter_{name}").language()))
+    return Language(import_module(f"tree_sitter_{name}").language())
 
 
 def to_tokens(places: Sequence[int], starts: Sequence[int]) -> list[int]:

@@ -53,7 +53,8 @@ class SparseStep:
 
 
 class SparseControl:
-    """Decides before a step and learns after it. Used by the engine's thread alone.
+    """Decides before a step and learns after it. :meth:`begin` may be called from any thread, all
+    else by the engine's alone.
 
     Args:
         config: of the server.
