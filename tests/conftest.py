@@ -11,6 +11,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernels-from",
+        choices=("build", "nvrtc"),
+        default="build",
+        help="nvrtc: compile each kernel on the card, as for a card that the build has no code for",
+    )
+
+
 def gpu_reason() -> str | None:
     """Why GPU tests cannot run here, or None if they can."""
     if not torch.cuda.is_available():

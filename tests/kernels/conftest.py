@@ -4,11 +4,18 @@ import pytest
 import torch
 
 from bicl.attention.cuda import CudaBackend
+from bicl.ops.cuda import library
 
 
 @pytest.fixture(autouse=True)
 def _exact_truth() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _source_of_kernels(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--kernels-from") == "nvrtc":
+        library.compile_on_the_spot(torch.cuda.get_device_capability())
 
 
 @pytest.fixture(scope="session")

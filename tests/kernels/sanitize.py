@@ -1,8 +1,25 @@
-"""A small set of every kernel's paths, for compute-sanitizer (`make sanitize`)."""
+"""Every kernel under compute-sanitizer, on small shapes: ``make sanitize``.
+
+One process a tool and group of kernels, several side by side; one table at the end. The group
+``canary`` is a kernel full of faults: a run in which its faults go unseen proves nothing and fails.
+torch's own kernels are left alone, and every tensor is an allocation of its own, so that an access
+past one tensor does not land in its neighbour.
+"""
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import os
+import re
+import shlex
+import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,61 +40,67 @@ from bicl.ops.cuda.workspace import Workspace
 from bicl.sparse.index import make_indexes
 from bicl.sparse.selection import SelectionRule
 
-SCHEDULES = (
-    {},
-    {"force_cluster": 1, "force_grid": 5},
-    {"force_cluster": 2},
-    {"force_cluster": 8},
-    {"deterministic": True},
-    {"force_sm80": True},
-)
-LAYOUTS = (
-    (PageLayout(2, 128, torch.bfloat16), 4, torch.bfloat16),
-    (PageLayout(1, 96, torch.float16, 32, 32), 12, torch.float16),
-    (PageLayout(2, 128, torch.float8_e4m3fn), 4, torch.bfloat16),
-)
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+SECONDS_LIMIT = 300
+PREFILL_LENGTHS = [(1, 1), (5, 70), (0, 50), (130, 200), (64, 0), (64, 700)]
+
+BF16 = PageLayout(2, 128, torch.bfloat16), 4, torch.bfloat16
+NARROW_TILES = PageLayout(1, 96, torch.float16, 32, 32), 12, torch.float16
+FP8 = PageLayout(2, 128, torch.float8_e4m3fn), 4, torch.bfloat16
+Shape = tuple[PageLayout, int, torch.dtype]
 
 
-def choose_and_compact(backend: CudaBackend, step: Step, dtype: torch.dtype) -> None:
-    meta, layer = step.meta, step.layer
-    size, heads = layer.layout.page_size, layer.layout.num_kv_heads
-    index = make_indexes({0: layer}, "bounds", dtype)[0]
-    sparse.index_pages(layer, index, step.slots)
-    last = torch.tensor([0, 65, 765], device="cuda")  # tokens that end the sequences
-    backend.store(layer, step.key[last], step.value[last], step.slots[last], bounds=index.vectors)
-    rule = SelectionRule(page_size=size, max_k=512, first=1, recent=1, floor=0)
-    sparsity = torch.tensor([0.65, 0.65, 0.65, 0.5], device="cuda")
-    place = (meta.page_table, meta.cache_seqlens)
-    for combine in ("max", "sum", "softmax"):
-        scores = sparse.score_tiles(step.query, layer, index, *place, 0.1)
-        sparse.select_tiles(scores, *place, sparsity, rule, heads, combine)
-        for cluster in (0, 1, 2, 4, 8):
-            sparse.choose_tiles(
-                step.query,
-                layer,
-                index,
-                *place,
-                sparsity,
-                rule,
-                combine,
-                scale=0.1,
-                after_store=True,
-                force_cluster=cluster,
-            )
-    positions = torch.arange(0, 700, 5, dtype=torch.int32, device="cuda").expand(heads, -1)
-    target = LayerCache(torch.empty_like(layer.pages), layer.layout)
-    fresh = torch.arange(-(-positions.shape[1] // size), dtype=torch.int32, device="cuda")
-    compact_tokens(layer, meta.page_table[3], positions, target, fresh)
+def pages(shape: Shape) -> None:
+    layout, group, dtype = shape
+    backend = CudaBackend()
+    step = decode_step(backend, [1, 65, 0, 300], layout, group=group, dtype=dtype)
+    wide = torch.randn(9, layout.num_kv_heads, layout.head_dim + 1, device=DEVICE).to(dtype)
+    slots = torch.tensor([0, 0, -1, 3, 4, 70, 5, -1, 2], device=DEVICE)
+    backend.store(step.layer, wide[..., 1:], wide[..., :-1], slots)
+    backend.gather(step.layer, step.meta.page_table, step.meta.cache_seqlens)
+    ids = torch.arange(2, device=DEVICE)
+    backend.copy_pages([step.layer], ids, ids + 2)
+    positions = torch.arange(0, 300, 5, dtype=torch.int32, device=DEVICE)
+    positions = positions.expand(layout.num_kv_heads, -1).contiguous()
+    target = LayerCache(torch.empty_like(step.layer.pages), layout)
+    fresh = torch.arange(layout.pages_for(60), dtype=torch.int32, device=DEVICE)
+    compact_tokens(step.layer, step.meta.page_table[3], positions, target, fresh)
 
 
-def prefill(backend: CudaBackend, layout: PageLayout, group: int, dtype: torch.dtype) -> None:
-    lengths = [(1, 1), (5, 70), (0, 50), (130, 200), (64, 0)]
-    step = build_step(lengths, layout, group=group, dtype=dtype, device=DEVICE, filled=False)
-    backend.store(step.layer, step.key, step.value, step.slots)
+def decode(shape: Shape, *schedules: dict[str, object]) -> None:
+    layout, group, dtype = shape
+    backend = CudaBackend()
+    workspace = Workspace(DEVICE, 128, 16, 1 << 12, deterministic=True)
+    step = decode_step(backend, [1, 65, 0, 700], layout, group=group, dtype=dtype)
+    out = torch.empty_like(step.query)
+    lse = torch.empty(step.query.shape[1], 4, device=DEVICE)
+    arguments = (step.query, step.layer, step.meta.page_table, step.meta.cache_seqlens, workspace)
+    for schedule in schedules:
+        for window in (-1, 70):
+            decode_attention(
+                *arguments, out=out, lse=lse, scale=0.1, window_left=window, **schedule
+            )  # type: ignore[arg-type]
+    newest = torch.tensor([0, 65, 765], device=DEVICE)  # rows of the sequences' last tokens
+    slots = step.meta.slot_mapping
+    for _ in range(2):  # as a server does: attention starts while the store still runs
+        rows = newest[[0, 1, 1, 2]]
+        backend.store(step.layer, step.key[rows], step.value[rows], slots)
+        backend.run(step.query, step.layer, step.meta, scale=0.1)
+
+
+def prefill(shape: Shape, *variants: dict[str, bool]) -> None:
+    layout, group, dtype = shape
+    step = build_step(
+        PREFILL_LENGTHS, layout, group=group, dtype=dtype, device=DEVICE, filled=False
+    )
+    CudaBackend().store(step.layer, step.key, step.value, step.slots)
     query, meta = step.query, step.meta
     tokens, batch = query.shape[0], meta.batch_size
     size = workspace_bytes(tokens, batch, group, layout.padded_head_dim, DEVICE)
-    for variant in ({}, {"deterministic": True}, {"force_sm80": True}):
+    out = torch.empty_like(query)
+    lse = torch.empty(query.shape[1], tokens, device=DEVICE)
+    for variant in variants:
         for window in (-1, 40):
             plan = plan_prefill(
                 torch.empty(size, dtype=torch.uint8, device=DEVICE),
@@ -89,40 +112,154 @@ def prefill(backend: CudaBackend, layout: PageLayout, group: int, dtype: torch.d
                 window_left=window,
                 **variant,
             )  # type: ignore[arg-type]
-            out = torch.empty_like(query)
-            prefill_attention(
-                query, step.layer, meta.page_table, meta.cache_seqlens, plan, out=out, scale=0.1
-            )
-
-
-def main() -> None:
-    backend = CudaBackend()
-    workspace = Workspace("cuda", 128, 16, 1 << 12, deterministic=True)
-    for layout, group, dtype in LAYOUTS:
-        step = decode_step(backend, [1, 65, 0, 700], layout, group=group, dtype=dtype)
-        meta = step.meta
-        for schedule in SCHEDULES:
-            for window in (-1, 70):
-                out = torch.empty_like(step.query)
-                decode_attention(
-                    step.query,
-                    step.layer,
-                    meta.page_table,
-                    meta.cache_seqlens,
-                    workspace,
+            for _ in range(2):  # a plan serves every layer
+                prefill_attention(
+                    *(query, step.layer, meta.page_table, meta.cache_seqlens, plan),
                     out=out,
+                    lse=lse,
                     scale=0.1,
-                    window_left=window,
-                    **schedule,
-                )  # type: ignore[arg-type]
-        backend.gather(step.layer, meta.page_table, meta.cache_seqlens)
-        choose_and_compact(backend, step, dtype)
-        prefill(backend, layout, group, dtype)
-        pages = torch.arange(2, device="cuda")
-        backend.copy_pages([step.layer], pages, pages + 2)
+                )
+
+
+def choose(shape: Shape) -> None:
+    layout, group, dtype = shape
+    backend = CudaBackend()
+    step: Step = decode_step(backend, [1, 65, 0, 700], layout, group=group, dtype=dtype)
+    meta, layer, size = step.meta, step.layer, layout.page_size
+    index = make_indexes({0: layer}, "bounds", dtype)[0]
+    sparse.index_pages(layer, index, step.slots)
+    newest = torch.tensor([0, 65, 765], device=DEVICE)
+    rows = (step.key[newest], step.value[newest], step.slots[newest])
+    backend.store(layer, *rows, bounds=index.vectors)
+    rule = SelectionRule(page_size=size, max_k=512, first=1, recent=1, floor=0)
+    sparsity = torch.tensor([0.65, 0.65, 0.65, 0.5], device=DEVICE)
+    place = (meta.page_table, meta.cache_seqlens)
+    for combine in ("max", "sum", "softmax"):
+        scores = sparse.score_tiles(step.query, layer, index, *place, 0.1)
+        sparse.select_tiles(scores, *place, sparsity, rule, layout.num_kv_heads, combine)
+        for cluster in (0, 1, 4, 8):
+            sparse.choose_tiles(
+                *(step.query, layer, index, *place, sparsity, rule, combine),
+                scale=0.1,
+                after_store=True,
+                force_cluster=cluster,
+            )  # type: ignore[misc]
+
+
+def canary() -> None:
+    """Reads memory that nobody wrote, races in shared memory, writes past the end."""
+    import cupy
+
+    source = r"""
+    extern "C" __global__ void bicl_canary(int* data, int size) {
+      __shared__ int turned[64];
+      turned[threadIdx.x] = data[threadIdx.x];
+      data[size + 64 + threadIdx.x] = turned[63 - threadIdx.x];
+      if (threadIdx.x < 16) __syncthreads();
+    }"""
+    data = torch.empty(64, dtype=torch.int32, device=DEVICE)
+    cupy.RawKernel(source, "bicl_canary")((1,), (64,), (data.data_ptr(), 64))
     torch.cuda.synchronize()
-    print("all kernels ran")
+
+
+STREAM_K, CLUSTERS = {"force_cluster": 1, "force_grid": 5}, {"force_cluster": 8}
+PAIRS, CUT_BY_KEYS, SM80 = {"force_cluster": 2}, {"deterministic": True}, {"force_sm80": True}
+GROUPS: dict[str, tuple[Callable[[], None], ...]] = {
+    "canary": (canary,),
+    "pages": tuple(partial(pages, shape) for shape in (BF16, NARROW_TILES, FP8)),
+    "decode": (partial(decode, BF16, {}, STREAM_K, PAIRS, CLUSTERS, CUT_BY_KEYS),),
+    "decode, tiles of 32": (partial(decode, NARROW_TILES, STREAM_K, CLUSTERS),),
+    "decode, fp8": (partial(decode, FP8, STREAM_K, CLUSTERS, CUT_BY_KEYS),),
+    "decode, sm_80": (partial(decode, BF16, SM80),),
+    "prefill": (partial(prefill, BF16, {}, CUT_BY_KEYS),),
+    "prefill, fp8": (partial(prefill, FP8, {}),),
+    "prefill, mma": tuple(partial(prefill, shape, SM80) for shape in (BF16, NARROW_TILES, FP8)),
+    "choice of pages": (partial(choose, BF16),),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    tool: str
+    group: str
+    faults: int | None  # None: the tool gave no summary
+    seconds: float
+    report: str
+
+    @property
+    def as_wished(self) -> bool:
+        if self.group == "canary":
+            return bool(self.faults)
+        return self.faults == 0 and f"ran {self.group}" in self.report
+
+
+def examine(tool: str, group: str, limit: float) -> Verdict:
+    # initcheck must see what torch's kernels write.
+    ours = () if tool == "initcheck" else ("--kernel-regex", "kns=bicl")
+    command = ["compute-sanitizer", "--tool", tool, *ours, sys.executable, __file__]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*command, "--group", group],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+        report = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as error:
+        report = f"stopped after {limit:.0f} s\n{error.stdout!r}"
+    found = SUMMARY.search(report)
+    seconds = time.monotonic() - start
+    return Verdict(tool, group, int(found[1]) if found else None, seconds, report)
+
+
+def heading(commit: str) -> str:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
+    version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True)
+    return (
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit}, {now}\n"
+        f"{version.stdout.strip().splitlines()[-1]}\n"
+        f"$ {shlex.join(['python', *sys.argv])}\n"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", default="memcheck,racecheck", help=f"some of {','.join(TOOLS)}")
+    parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
+    parser.add_argument("--limit", type=float, default=SECONDS_LIMIT, help="seconds a process")
+    parser.add_argument("--commit", default="of this tree", help="what to name in the table")
+    parser.add_argument("--out", type=Path, help="the table")
+    parser.add_argument("--reports", type=Path, help="folder for what the tool says in full")
+    parser.add_argument("--group", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.group:
+        for run in GROUPS[options.group]:
+            run()
+        torch.cuda.synchronize()
+        print(f"ran {options.group}")
+        return 0
+    pairs = [(tool, group) for tool in options.tools.split(",") for group in GROUPS]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        verdicts = list(pool.map(lambda pair: examine(*pair, options.limit), pairs))
+    lines = [heading(options.commit)]
+    for verdict in verdicts:
+        if options.reports:
+            name = re.sub(r"\W+", "-", f"{verdict.tool} {verdict.group}")
+            (options.reports / f"{name}.txt").write_text(verdict.report)
+        faults = "no summary" if verdict.faults is None else f"{verdict.faults} found"
+        wish = "" if verdict.as_wished else "  <- not as it should be"
+        lines.append(
+            f"{verdict.tool:10} {verdict.group:20} {faults:>12} {verdict.seconds:6.1f} s{wish}"
+        )
+    table = "\n".join(lines)
+    print(table)
+    if options.out:
+        options.out.write_text(table + "\n")
+    return 0 if all(verdict.as_wished for verdict in verdicts) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,7 +12,14 @@ import torch
 from bicl.errors import BackendError
 from bicl.ops.cuda import nvrtc
 
-__all__ = ["built_archs", "kernels_from", "library_path", "module", "require_device"]
+__all__ = [
+    "built_archs",
+    "compile_on_the_spot",
+    "kernels_from",
+    "library_path",
+    "module",
+    "require_device",
+]
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +91,7 @@ def require_device(device: torch.device | str = "cuda") -> None:
             f"capability {capability[0]}.{capability[1]}) needs {lacking}"
         )
         try:
-            _compile_on_the_spot(capability)
+            compile_on_the_spot(capability)
         except BackendError as error:
             raise BackendError(
                 f"{problem}, and they cannot be compiled on the spot: {error}; rebuild with "
@@ -94,12 +101,16 @@ def require_device(device: torch.device | str = "cuda") -> None:
 
 
 @functools.cache
-def _compile_on_the_spot(capability: tuple[int, int]) -> None:
-    """Replace every kernel by what NVRTC makes for this card, once a process."""
+def compile_on_the_spot(capability: tuple[int, int]) -> None:
+    """Replace every kernel by what NVRTC makes for this card, for the rest of the process.
+
+    Raises:
+        BackendError: CuPy, the CUDA headers or the kernels' sources are missing.
+    """
     compiler = nvrtc.KernelCompiler(library_path().with_name("kernel_sources.json"), capability)
     module().set_kernel_compiler(compiler)
 
 
 def kernels_from() -> str:
     """Where kernels come from: ``built``, or ``nvrtc`` where the build has no code for the card."""
-    return "nvrtc" if _compile_on_the_spot.cache_info().currsize else "built"
+    return "nvrtc" if compile_on_the_spot.cache_info().currsize else "built"

@@ -86,7 +86,7 @@ class KernelCompiler:
         capability: compute capability of the card.
 
     Raises:
-        BackendError: CuPy, its NVRTC or the CUDA headers are missing.
+        BackendError: CuPy, its NVRTC, the CUDA headers or the sources are missing.
     """
 
     def __init__(self, sources: Path, capability: tuple[int, int]) -> None:
@@ -96,6 +96,10 @@ class KernelCompiler:
             raise BackendError(
                 f"CuPy is not installed ({error}); pip install 'bicl[cuda]'"
             ) from error
+        if not sources.exists():
+            raise BackendError(
+                f"no kernel sources at {sources}; run `make kernels`, which writes them there"
+            )
         self.arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
         self._nvrtc: Any = nvrtc
         self._sources = json.loads(sources.read_text())

@@ -1,0 +1,69 @@
+"""Kernels compiled by NVRTC on the card pass the tests that the built ones pass.
+
+A process takes all its kernels from one place, so each group of tests runs in a process of its own,
+with an empty kernel cache. The whole suite runs that way, too: ``--kernels-from nvrtc``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bicl.ops.cuda import library
+
+pytestmark = pytest.mark.gpu
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+DECODE = "test_decode_attention.py::test_one_captured_graph_serves_all_lengths"
+PREFILL = "test_prefill_attention.py::test_fp8_and_wide_heads_on_the_path_of_this_card"
+SPARSE = "test_sparse.py::test_the_sparse_backend_indexes_what_it_stores_and_selects"
+# kernels, as their symbols spell them: tests that cannot pass without them
+CASES = {
+    ("store_kv_kernel", "gather_kernel"): [
+        "test_store_kv.py::test_a_row_can_be_rewritten_without_touching_its_neighbours"
+    ],
+    ("copy_pages_kernel",): ["test_pages.py::test_pages_are_copied_in_every_layer"],
+    ("compact_tokens_kernel",): [
+        "test_sparse.py::test_compacted_tokens_lie_side_by_side[page_and_tile0-bf16]"
+    ],
+    ("decode_kernel",): [
+        "test_decode_attention.py::test_empty_sequences_give_zeros",
+        f"{DECODE}[5-False-True]",
+        f"{DECODE}[5-True-False]",
+    ],
+    ("prefill4sm90", "plan_kernel"): [f"{PREFILL}[torch.bfloat16-128-chunk on a long prefix]"],
+    ("prefill4sm90", "__nv_fp8_e4m3"): [f"{PREFILL}[torch.float8_e4m3fn-128-ragged]"],
+    ("prefill3mma", "__nv_fp8_e5m2"): [f"{PREFILL}[torch.float8_e5m2-64-ragged]"],
+    ("index_bounds_kernel", "store_and_index_kernel", "tiles_kernel"): [SPARSE],
+}
+
+
+@pytest.mark.parametrize("kernels", CASES, ids=" ".join)
+def test_kernels_compiled_on_the_card_are_right(kernels: tuple[str, ...], tmp_path: Path) -> None:
+    """(A46)"""
+    pytest.importorskip("cupy", reason="CuPy is not installed; it brings NVRTC's binding")
+    if "prefill4sm90" in kernels and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("wgmma kernels are for compute capability 9.0")
+    sources = library.library_path().with_name("kernel_sources.json")
+    if not sources.exists():
+        pytest.skip(f"{sources} is missing: run `make kernels`")
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "server" / "pyproject.toml")]
+    command += ["-W", "default", "-p", "no:cacheprovider", "--kernels-from", "nvrtc"]
+    done = subprocess.run(
+        [*command, *(str(HERE / test) for test in CASES[kernels])],
+        cwd=ROOT,
+        env=os.environ | {"CUPY_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(CASES[kernels])} passed" in done.stdout
+    kept = [path.read_bytes().partition(b"\0")[0].decode() for path in tmp_path.glob("bicl_*")]
+    for kernel in kernels:
+        assert any(kernel in symbol for symbol in kept), kept
