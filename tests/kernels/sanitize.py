@@ -13,6 +13,7 @@ import datetime
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -199,17 +200,19 @@ def examine(tool: str, group: str, limit: float) -> Verdict:
     command = ["compute-sanitizer", "--tool", tool, *ours, sys.executable, __file__]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.monotonic()
+    process = subprocess.Popen(
+        [*command, "--group", group],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            [*command, "--group", group],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-        )
-        report = done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        report = f"stopped after {limit:.0f} s\n{error.stdout!r}"
+        report, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tool runs its target as a child
+        report = f"stopped after {limit:.0f} s\n{process.communicate()[0]}"
     found = SUMMARY.search(report)
     seconds = time.monotonic() - start
     return Verdict(tool, group, int(found[1]) if found else None, seconds, report)
