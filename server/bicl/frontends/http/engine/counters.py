@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 from bicl.cache.tiers import TierStats
@@ -12,9 +13,9 @@ from bicl.frontends.http.engine.config import (
     StepKind,
     StepRecord,
 )
-from bicl.frontends.http.engine.scheduler import Scheduler
+from bicl.frontends.http.engine.scheduler import Plan, Scheduler
 
-__all__ = ["Counters"]
+__all__ = ["Counters", "record_of"]
 
 
 class Counters:
@@ -85,3 +86,20 @@ class Counters:
             draining=draining,
             healthy=healthy,
         )
+
+
+def record_of(plan: Plan, num_generated: int, began: float, forwarded: float) -> StepRecord:
+    """A step that ends now. ``began`` and ``forwarded`` (its logits are there) as of
+    ``time.perf_counter()``."""
+    now = time.perf_counter()
+    num_prompt_tokens = sum(chunk.num_prompt_tokens for chunk in plan.chunks)
+    return StepRecord(
+        kind=StepKind.PREFILL if num_prompt_tokens else StepKind.DECODE,
+        num_rows=len(plan.chunks),
+        num_tokens=sum(chunk.count for chunk in plan.chunks),
+        num_prompt_tokens=num_prompt_tokens,
+        num_generated=num_generated,
+        forward_time=forwarded - began,
+        sample_time=now - forwarded,
+        total_time=now - began,
+    )

@@ -6,40 +6,33 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Any
 
 import torch
 
-from bicl.cache.groups import GroupedManager
-from bicl.cache.manager import CacheManager, FlushReport
+from bicl.cache.manager import FlushReport
 from bicl.cache.tiers import TierStats
 from bicl.errors import BiclError, InvalidInputError, OverloadedError, TransferError
-from bicl.frontends.http.engine.compact import CompactControl
+from bicl.frontends.http.engine.assembly import make_manager, make_sparse_control
 from bicl.frontends.http.engine.config import (
     EngineConfig,
     EngineObserver,
     EngineStats,
     Outcome,
     SparseStats,
-    StepKind,
-    StepRecord,
 )
-from bicl.frontends.http.engine.counters import Counters
+from bicl.frontends.http.engine.counters import Counters, record_of
 from bicl.frontends.http.engine.emitter import Emitter, Last
 from bicl.frontends.http.engine.grammar import GrammarCompiler
-from bicl.frontends.http.engine.prompts import PromptReader
 from bicl.frontends.http.engine.runner import ModelRunner
 from bicl.frontends.http.engine.sampler import SamplingState
 from bicl.frontends.http.engine.scheduler import Chunk, Plan, Scheduler
 from bicl.frontends.http.engine.sequence import Sequence
-from bicl.frontends.http.engine.sizing import num_pages, reserve_pages, sparse_layers
-from bicl.frontends.http.engine.sparse import SparseControl
+from bicl.frontends.http.engine.sizing import num_pages
 from bicl.frontends.http.engine.stream import RequestStream
 from bicl.frontends.http.engine.text import Detokenizer, StopCheck
 from bicl.frontends.http.engine.tiers import make_tiers, measure
 from bicl.frontends.http.loader import LoadedModel
 from bicl.frontends.http.request import GenerationRequest, RequestFailed
-from bicl.sparse.compact import OBSERVED
 
 __all__ = ["Engine"]
 
@@ -76,8 +69,9 @@ class Engine:
         self._observer = observer
         self._runner = ModelRunner(loaded, config, num_pages(loaded, config))
         self._tiers = make_tiers(loaded, config, self._runner, self._tiers_changed)
-        self._scheduler = Scheduler(self._make_manager(), config)
-        self._sparse = self._sparse_control()
+        manager = make_manager(loaded, config, self._runner, self._tiers)
+        self._scheduler = Scheduler(manager, config)
+        self._sparse = make_sparse_control(loaded, config, self._runner, manager)
         self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._emitter = Emitter(loaded.tokenizer)
         self._counters = Counters()
@@ -369,46 +363,6 @@ class Engine:
         with self._changed:
             self._changed.notify_all()
 
-    def _make_manager(self) -> CacheManager:
-        pages, size = self._runner.pool.num_pages, self.config.page_size
-        shared: dict[str, Any] = {
-            "prefix_cache": self.config.prefix_caching,
-            "model_revision": self.loaded.sha,
-        }
-        if self._runner.compact is None:
-            return CacheManager(pages, size, tiers=self._tiers, **shared)
-        group = next(iter(self._runner.compact.layers.values())).num_pages
-        # The tokens that judge the others must be computed.
-        return GroupedManager(
-            pages,
-            size,
-            group_pages=group,
-            reserve_pages=reserve_pages(self.config),
-            min_computed_tokens=OBSERVED,
-            **shared,
-        )
-
-    def _sparse_control(self) -> SparseControl | CompactControl | None:
-        config, shadow = self.config.hysparse, self._runner.shadow
-        if config is None:
-            return None
-        prompts = PromptReader(config, self.config.guard, self.loaded.tokenizer)
-        if self._runner.compact is not None:
-            manager = self._scheduler.manager
-            assert isinstance(manager, GroupedManager)
-            return CompactControl(config, self._runner.compact, manager, prompts)
-        assert shadow is not None
-        return SparseControl(
-            config,
-            self.config.guard,
-            layers=sparse_layers(self.loaded, self.config),
-            depth=len(self.loaded.geometry.layers),
-            page_size=self.config.page_size,
-            prompts=prompts,
-            backend=shadow,
-            device=self.loaded.device,
-        )
-
     def _fail(
         self, sequence: Sequence, error: Exception, outcome: Outcome = Outcome.FAILED
     ) -> None:
@@ -436,19 +390,7 @@ class Engine:
                     self._observer.on_admitted(now - sequence.arrived, running)
 
     def _note_step(self, plan: Plan, num_generated: int, began: float, forwarded: float) -> None:
-        now = time.perf_counter()
-        num_tokens = sum(chunk.count for chunk in plan.chunks)
-        num_prompt_tokens = sum(chunk.num_prompt_tokens for chunk in plan.chunks)
-        record = StepRecord(
-            kind=StepKind.PREFILL if num_prompt_tokens else StepKind.DECODE,
-            num_rows=len(plan.chunks),
-            num_tokens=num_tokens,
-            num_prompt_tokens=num_prompt_tokens,
-            num_generated=num_generated,
-            forward_time=forwarded - began,
-            sample_time=now - forwarded,
-            total_time=now - began,
-        )
+        record = record_of(plan, num_generated, began, forwarded)
         self._counters.step(record)
         if self._observer is not None:
             self._observer.on_step(record)
