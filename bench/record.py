@@ -6,15 +6,13 @@ import datetime
 import json
 import os
 import platform
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.kernels.machine import commit
+from bench.kernels.machine import command_line, commit
 
 __all__ = ["machine", "save"]
 
@@ -24,7 +22,7 @@ def machine(**more: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": command_line(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpu": _cpu(),
@@ -42,11 +40,6 @@ def save(path: Path, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
     aside.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     aside.replace(path)
     print("written to", path)
-
-
-def _module() -> str:
-    spec = sys.modules["__main__"].__spec__
-    return spec.name.removesuffix(".__main__") if spec else sys.argv[0]
 
 
 def _cpu() -> str:

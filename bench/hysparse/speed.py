@@ -279,7 +279,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("this benchmark needs a CUDA device", file=sys.stderr)
         return 2
     meta = machine.describe({}, options.commit)
-    meta["command"] = " ".join(["python", "-m", "bench.hysparse.speed", *sys.argv[1:]])
     result: dict[str, Any] = {"meta": meta, "ratio": options.ratio}
     if "layer" in options.sections:
         result["layer"] = []

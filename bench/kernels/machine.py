@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 import subprocess
 import sys
 from typing import Any
 
 import torch
 
-__all__ = ["card_state", "commit", "describe", "driver"]
+__all__ = ["card_state", "command_line", "commit", "describe", "driver"]
 
 
 def _output(*command: str) -> str | None:
@@ -26,6 +27,13 @@ def commit() -> str | None:
     if head is None:
         return None
     return head + ("+changes" if _output("git", "status", "--porcelain", "-uno") else "")
+
+
+def command_line() -> str:
+    """What was typed to start this process, ``python -m`` and the module's name included."""
+    spec = sys.modules["__main__"].__spec__
+    what = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
+    return shlex.join(["python", *what, *sys.argv[1:]])
 
 
 def _smi(fields: str) -> list[str] | None:
@@ -59,7 +67,7 @@ def describe(peer_versions: dict[str, str], revision: str | None = None) -> dict
         "peers": peer_versions,
         "commit": revision or commit(),
         "date": now.isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", "bench.kernels", *sys.argv[1:]]),
+        "command": command_line(),
         "card_before": card_state(),
         "method": (
             "median us of one call in a replayed CUDA graph, contestants interleaved, KV cold "

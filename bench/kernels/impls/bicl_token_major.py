@@ -1,10 +1,12 @@
 """Our decode kernel on token-major pages, built from ``bench/kernels/token_major.cu``.
 
 ``python -m bench.kernels.impls.bicl_token_major`` builds it; ``make bench-kernels`` does so first.
+The library is named after the sources it was made from: one of older sources is never measured.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import subprocess
 import sys
@@ -19,20 +21,32 @@ from bench.kernels.impls import Contestant, Prepared, Registry
 from bench.kernels.impls.bicl import PAGE, SCALE, pages_of, workspace
 from bench.kernels.shapes import HEAD_DIM
 
-__all__ = ["LIBRARY", "NAME", "build", "register"]
+__all__ = ["NAME", "build", "library", "register"]
 
 NAME = "token-major"
 _ROOT = Path(__file__).resolve().parents[3]
+_CSRC = _ROOT / "csrc"
 _SOURCE = _ROOT / "bench" / "kernels" / "token_major.cu"
-LIBRARY = _ROOT / "build" / "bench" / "libbicl_token_major.so"
+_FOLDER = _ROOT / "build" / "bench"
+
+
+@cache
+def library() -> Path:
+    """Where the library of the sources as they are now lies, or would lie."""
+    digest = hashlib.sha256()
+    for path in [_SOURCE, *sorted(_CSRC.rglob("*.cu*")), *sorted(_CSRC.rglob("*.h"))]:
+        digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return _FOLDER / f"libbicl_token_major-{digest.hexdigest()[:12]}.so"
 
 
 def build() -> None:
-    """Compile for Hopper, the card whose layout question it answers.
+    """Compile for Hopper, the card whose layout question it answers; remove what is out of date.
 
     Raises:
         FileNotFoundError, CalledProcessError: nvcc is absent or refuses.
     """
+    if library().exists():
+        return
 
     def flags(what: str) -> list[str]:
         command = [sys.executable, "-m", "tvm_ffi.config", what]
@@ -41,21 +55,29 @@ def build() -> None:
         )
 
     include = [flag for flag in flags("--cxxflags") if flag.startswith("-I")]
-    LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+    _FOLDER.mkdir(parents=True, exist_ok=True)
+    partial_library = library().with_suffix(".partial")
     subprocess.run(
         [
             *("nvcc", "-shared", "-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr"),
             *("-gencode", "arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC"),
-            *("-Xptxas", "-v", "-I", str(_ROOT / "csrc"), *include),
-            *("-o", str(LIBRARY), str(_SOURCE), *flags("--ldflags"), "-ltvm_ffi"),
+            *("-Xptxas", "-v", "-I", str(_CSRC), *include),
+            *("-o", str(partial_library), str(_SOURCE), *flags("--ldflags"), "-ltvm_ffi"),
         ],
         check=True,
     )
+    for stale in _FOLDER.glob("libbicl_token_major*.so"):
+        stale.unlink()
+    partial_library.rename(library())
 
 
 def register(registry: Registry) -> None:
-    if not LIBRARY.exists():
-        raise ImportError(f"{LIBRARY.name} is not built; run `python -m {__name__}` (needs nvcc)")
+    if not library().exists():
+        stale = any(_FOLDER.glob("libbicl_token_major*.so"))
+        raise ImportError(
+            f"{NAME} is {'built from other sources' if stale else 'not built'}; "
+            f"run `python -m {__name__}` (needs nvcc)"
+        )
     registry.decode.append(Contestant(NAME, _decode))
 
 
@@ -63,7 +85,7 @@ def register(registry: Registry) -> None:
 def _module() -> Any:
     import tvm_ffi
 
-    return tvm_ffi.load_module(str(LIBRARY))
+    return tvm_ffi.load_module(str(library()))
 
 
 def _decode(batch: PagedBatch) -> Prepared:
