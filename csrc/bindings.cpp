@@ -6,6 +6,7 @@
 #include "gather/api.h"
 #include "prefill_attention/api.h"
 #include "sparse_select/api.h"
+#include "stage_step/api.h"
 #include "store_kv/api.h"
 #include "transfer_pages/api.h"
 
@@ -15,6 +16,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_kernel_compiler, bicl::set_kernel_compiler);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose_tiles, bicl::choose_tiles_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(compact_tokens, bicl::compact_tokens_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, bicl::copy_pages_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind_stage_step, bicl::bind_stage_step);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind_decode_attention, bicl::bind_decode_attention);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_workspace_bytes, bicl::decode_workspace_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, bicl::gather_api);

@@ -73,6 +73,26 @@ struct CopyPagesParams {
   int num_pairs;
 };
 
+// What a model's decode step reads beside its weights and pages; one row a sequence.
+struct StepInputs {
+  int64_t* input_ids;
+  int32_t* positions;
+  int64_t* slots;
+  int32_t* input_lengths;  // tokens of this step
+  int32_t* cache_lengths;  // tokens before it
+  int32_t* page_table;
+  int64_t page_table_stride;
+};
+
+struct StageStepParams {
+  StepInputs source;           // [batch], but for slots
+  StepInputs target;           // [rows], at addresses that a captured graph reads
+  const int64_t* slot_places;  // [batch], where each sequence's slot stands in source.slots
+  int batch;
+  int rows;       // those past the batch become empty sequences
+  int num_pages;  // columns of source.page_table
+};
+
 struct DecodeParams {
   // What a launch needs first stands first: parameters come from memory a line at a time.
   Sequences sequences;

@@ -23,24 +23,29 @@ def patches(release: Release) -> Mapping[str, Callable[[ModuleType], None]]:
     """By module name."""
     models = "text_generation_server.models"
     return {
-        f"{models}.globals": _set_block_size,
+        f"{models}.globals": _set_globals,
         f"{models}.flash_causal_lm": _mend_flash_causal_lm,
         models: functools.partial(_check_models, release=release),
     }
 
 
-def _set_block_size(module: Any) -> None:
-    """Before any module takes the constant over by value."""
+def _set_globals(module: Any) -> None:
+    """Before any module takes the constants over by value."""
     if module.ATTENTION != ATTENTION:
         raise ConfigError(
             f"ATTENTION is {module.ATTENTION!r}; BICL needs ATTENTION={ATTENTION} (our "
             f"text-generation-launcher sets it); {DISABLE}"
         )
     module.BLOCK_SIZE = overlay_config().block_size
+    if os.environ.get("LORA_ADAPTERS"):
+        # Graphs are captured without adapters. TGI says that it switches them off, but changes a
+        # variable that nobody reads.
+        module.CUDA_GRAPHS = None
 
 
 def _mend_flash_causal_lm(module: Any) -> None:
     from bicl.frontends.tgi import hysparse, prefixes
+    from bicl.frontends.tgi.graph_step import stage_in_one_launch
     from bicl.frontends.tgi.kv_cache import KVCache, nominal_share
 
     sparsity = hysparse.shard_sparsity()
@@ -59,6 +64,7 @@ def _mend_flash_causal_lm(module: Any) -> None:
     module.get_free_memory = get_free_memory
     if overlay_config().verify_prefixes:
         prefixes.verify_claims(module.FlashCausalLM, module.FlashCausalLMBatch)
+    stage_in_one_launch(module.FlashCausalLM)
     if sparsity is not None:
         hysparse.watch(module.FlashCausalLM, sparsity)
 

@@ -30,6 +30,7 @@ HEADERS = {
     "bicl::store_kv_kernel": "store_kv/kernel.cuh",
     "bicl::gather_kernel": "gather/kernel.cuh",
     "bicl::copy_pages_kernel": "copy_pages/kernel.cuh",
+    "bicl::stage_step_kernel": "stage_step/kernel.cuh",
     "bicl::decode::decode_kernel": "decode_attention/kernel.cuh",
     "bicl::prefill::mma::kernel": "prefill_attention/mma/kernel.cuh",
     "bicl::prefill::sm90::kernel": "prefill_attention/sm90/kernel.cuh",
