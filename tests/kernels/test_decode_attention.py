@@ -126,6 +126,51 @@ def test_long_contexts(backend: CudaBackend, workspace: Workspace, length: int) 
         assert_lse_close(lse, truth.lse)
 
 
+@pytest.mark.parametrize("group", [*range(1, 17), 20, 32, 71])
+@pytest.mark.parametrize("stored", ["bf16", "fp16 on e4m3"])
+def test_every_number_of_query_heads_a_kv_head(
+    backend: CudaBackend, workspace: Workspace, stored: str, group: int
+) -> None:
+    dtype, pages = STORED[stored]
+    layout = layout_of(2, 128, pages)
+    step = decode_step(backend, [300, 65, 1, 0, 2000], layout, group=group, dtype=dtype)
+    truth = decode_truth(step, scale=0.09)
+    for schedule in ({}, {"force_cluster": 1, "force_grid": 7}, {"deterministic": True}):
+        out, lse = run(step, workspace, scale=0.09, **schedule)
+        assert_close_enough(out, truth.out, truth.same_precision)
+        assert_lse_close(lse, truth.lse)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 72, 104, 112, 120, 136, 160, 200, 248])
+def test_head_dims_between_the_compiled_ones(
+    backend: CudaBackend, workspace: Workspace, head_dim: int
+) -> None:
+    """(A48)"""
+    layout = layout_of(2, head_dim, torch.bfloat16)
+    step = decode_step(backend, [300, 65, 1, 0, 2000], layout, group=4, dtype=torch.bfloat16)
+    truth = decode_truth(step, scale=head_dim**-0.5)
+    for schedule in ({}, {"force_cluster": 1}, {"force_sm80": True}):
+        out, lse = run(step, workspace, scale=head_dim**-0.5, **schedule)
+        assert_close_enough(out, truth.out, truth.same_precision)
+        assert_lse_close(lse, truth.lse)
+
+
+@pytest.mark.parametrize("stored", ["bf16", "bf16 on e4m3"])
+@pytest.mark.parametrize("lengths", ["alike", "skewed", "many"])
+def test_a_step_gives_the_same_bits_however_often_it_runs(
+    backend: CudaBackend, workspace: Workspace, lengths: str, stored: str
+) -> None:
+    """A race would show as another result now and then."""
+    dtype, pages = STORED[stored]
+    step = decode_step(backend, LENGTHS[lengths], layout_of(8, 128, pages), group=4, dtype=dtype)
+    for schedule in ({}, {"force_cluster": 1}, {"force_cluster": 4}):
+        first, first_lse = run(step, workspace, scale=0.09, **schedule)
+        for _ in range(30):
+            out, lse = run(step, workspace, scale=0.09, **schedule)
+            assert torch.equal(out, first)
+            assert torch.equal(lse, first_lse)
+
+
 def test_empty_sequences_give_zeros(backend: CudaBackend, workspace: Workspace) -> None:
     step = decode_step(
         backend, [0, 0, 0], layout_of(2, 64, torch.float16), group=4, dtype=torch.float16

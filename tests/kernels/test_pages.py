@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from support.cases import FP8_DTYPES, PAGES_AND_TILES, build_step
@@ -9,7 +11,7 @@ from support.device import DEVICE
 
 from bicl.attention import reference
 from bicl.attention.cuda import CudaBackend
-from bicl.attention.pool import KVPool
+from bicl.attention.pool import KVPool, LayerCache
 from bicl.cache.layout import PageLayout
 from bicl.errors import InvalidInputError
 
@@ -51,6 +53,29 @@ def test_pages_are_copied_in_every_layer(backend: CudaBackend) -> None:
     for layer, pages in zip(pool.layers, before, strict=True):
         pages[target] = pages[source]
         assert torch.equal(layer.pages.view(torch.int16), pages.view(torch.int16))
+
+
+def test_pools_above_two_billion_elements(backend: CudaBackend) -> None:
+    """Stored, copied and gathered past 2**31 elements, page 0 as it was. (A24, A43)"""
+    layout = PageLayout(8, 128, torch.float16)
+    num_pages = (1 << 31) // (layout.page_bytes // 2) + 3
+    if torch.cuda.mem_get_info()[0] < num_pages * layout.page_bytes * 1.1:
+        pytest.skip("needs 5 GB of free device memory")
+    pages = torch.empty(layout.shape(num_pages), dtype=torch.float16, device="cuda")
+    pages[:1].zero_()
+    pages[-2:] = math.nan
+    layer = LayerCache(pages, layout)
+    key, value = torch.randn(2, 64, 8, 128, device="cuda").half()
+    last = num_pages - 1
+    backend.store(layer, key, value, torch.arange(64, device="cuda") + last * 64)
+    ids = torch.tensor([last], device="cuda")
+    backend.copy_pages([layer], ids, ids - 1)
+    for page in (last, last - 1):
+        table = torch.tensor([[page]], dtype=torch.int32, device="cuda")
+        length = torch.tensor([64], dtype=torch.int32, device="cuda")
+        for got, put in zip(backend.gather(layer, table, length), (key, value), strict=True):
+            assert torch.equal(got, put)
+    assert bool((pages[0] == 0).all())
 
 
 def test_copying_no_pages_is_no_error(backend: CudaBackend) -> None:

@@ -244,6 +244,23 @@ def test_flash_attention_3_matrix(lengths: tuple[int, int], heads: str, head_dim
     )
 
 
+@pytest.mark.parametrize("group", [*range(1, 17), 20, 32, 71])
+@pytest.mark.parametrize("force_sm80", [False, True])
+def test_every_number_of_query_heads_a_kv_head(force_sm80: bool, group: int) -> None:
+    """A tile of 128 rows ends amid a token's heads where the group does not divide 128."""
+    lengths = ((1, 1), (70, 134), (5, 700), (200, 200))
+    layout = layout_of(2, 128, torch.bfloat16)
+    step = packed_step(lengths, layout, group=group, dtype=torch.bfloat16)
+    check(step, scale=0.09, force_sm80=force_sm80, repeats=1)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, FP8_DTYPES[0]], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 40000), (300, 40000)], ids=str)
+def test_long_contexts(lengths: tuple[int, int], stored: torch.dtype) -> None:
+    step = packed_step((lengths,), layout_of(2, 128, stored), group=4, dtype=torch.bfloat16)
+    check(step, scale=0.09)
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, *FP8_DTYPES], ids=str)
 @pytest.mark.parametrize("force_sm80", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
