@@ -9,7 +9,7 @@ from bicl.cli import app
 from bicl.errors import InvalidInputError
 from bicl.frontends.http.chaos import CASES, run_case
 from bicl.frontends.http.chaos import runner as chaos_runner
-from bicl.frontends.http.chaos.rig import ChaosError, require
+from bicl.frontends.http.chaos.rig import ChaosError, Truth, require
 
 SLOW = {"kill-during-write-back", "everything-at-once"}
 
@@ -56,3 +56,18 @@ def test_a_failed_requirement_is_a_contradiction() -> None:
     require(True, "nothing")
     with pytest.raises(ChaosError, match="something"):
         require(0, "something")
+
+
+def test_exact_answers_must_have_the_same_tokens() -> None:
+    truth = Truth([5, 6, 7], [-0.1, -0.2, -0.3])
+    assert truth.agrees([5, 6], [-9.0, -9.0])
+    assert not truth.agrees([5, 7], [-0.1, -0.2])
+    assert not truth.agrees([5, 6, 7, 8], [0.0] * 4)
+
+
+def test_where_sums_are_rounded_only_equally_likely_tokens_change_places() -> None:
+    truth = Truth([5, 6, 7], [-0.1, -0.7, -0.3], tolerance=0.1)
+    assert truth.agrees([5, 6, 7], [-0.12, -0.68, -0.31])
+    assert truth.agrees([5, 9, 1], [-0.1, -0.71, -4.0])  # a tie, and then another past
+    assert not truth.agrees([5, 9, 1], [-0.1, -0.5, -4.0])
+    assert not truth.agrees([5, 6, 7], [-0.1, -0.7, -0.5])

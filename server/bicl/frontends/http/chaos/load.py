@@ -229,16 +229,19 @@ def _storm(rig: Rig, prompts: list[tuple[int, ...]], seen: Counter[str]) -> None
             if patience is None:
                 answer: Answer = collect(stream)
                 require(answer.error is None, f"a request failed: {answer.error!r}")
-                require(answer.ids == truths[number], "a storm's answer differs from a cold run's")
+                whole = len(answer.ids) == len(truths[number].ids)
+                agrees = truths[number].agrees(answer.ids, answer.logprobs)
+                require(whole and agrees, "a storm's answer differs from a cold run's")
                 seen["answered"] += 1
                 return
-            ids = []
+            tokens = []
             for event, _ in zip(stream, range(patience), strict=False):
                 if isinstance(event, RequestDone):
                     break
-                ids.append(event.token.id)  # type: ignore[union-attr]
+                tokens.append(event.token)  # type: ignore[union-attr]
             stream.close()
-            require(ids == truths[number][: len(ids)], "the beginning of an answer is wrong")
+            agrees = truths[number].agrees([t.id for t in tokens], [t.logprob for t in tokens])
+            require(agrees, "the beginning of an answer is wrong")
             seen["hung up"] += 1
         except BaseException as problem:
             problems.append(problem)

@@ -188,7 +188,8 @@ def save_fails(lab: Lab) -> Mapping[str, float]:
 def host_exhausted(lab: Lab) -> Mapping[str, float]:
     """A host tier of a few pages, under prompts that need many at the same time."""
     prompts = [lab.prompt(LENGTH) for _ in range(4)]
-    with lab.rig(host_cache_bytes=1 << 20, **_on_disk(lab)) as rig:
+    ten_pages = lab.loaded.dtype.itemsize << 18
+    with lab.rig(host_cache_bytes=ten_pages, **_on_disk(lab)) as rig:
         slots = rig.tier_stats().host_slots
         require(slots < 4 * (LENGTH // PAGE_SIZE), f"{slots} slots are enough for all")
         for _ in range(3):
