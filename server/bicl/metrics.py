@@ -41,7 +41,7 @@ __all__ = ["CacheFacts", "RequestTimes", "ServerMetrics", "serve_counters"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_BUCKETS = tuple(0.0001 * 1.5**power for power in range(1, 36))
 _METHODS = ("prefill", "decode")
-_PATHS = ("sparse", "short", "dense", "fallback")
+_PATHS = ("sparse", "short", "little", "dense", "fallback")
 _LAYER_GROUPS = ("first", "sparse", "last")
 _FAILURES = ("validation", "overloaded", "generation", "incomplete", "dropped", "template")
 # Prometheus' client insists on a `_total` that TGI's counters do not have.

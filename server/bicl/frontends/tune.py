@@ -285,7 +285,9 @@ def _measure_missing(
     groups = [[one] for one in missing] if wanted[0].mode == "compact" else [missing]
     for group in groups:
         if group:
-            with _running(loaded, replace(sizes, hysparse=group[0], guard=UNGUARDED)) as engine:
+            # Quality is what counts here, so tiles are left out whether that pays or not.
+            tried = replace(group[0], min_skipped_mb=0)
+            with _running(loaded, replace(sizes, hysparse=tried, guard=UNGUARDED)) as engine:
                 for config in group:
                     store.add(_measure(loaded, engine, samples, config))
     found = [store.get(config) for config in wanted]

@@ -51,6 +51,9 @@ class HySparseConfig:
         mode: ``select`` (all pages stay, a step reads some) or ``compact`` (the rest is released).
         floor_tokens: a sequence never reads fewer tokens than these in a sparse layer: up to that
             length the result is dense, bit for bit.
+        min_skipped_mb: a decode step on a GPU runs dense if a sparse layer would leave out less
+            than these (10**6 bytes, all rows together): choosing would cost more than it saves.
+            32 is where both meet on an H200.
         first, recent: windows at either end of a sequence that are always kept.
         variant: what the index of a page holds.
         combine: how the query heads of a KV head agree.
@@ -68,6 +71,7 @@ class HySparseConfig:
     max_k: int = 512
     mode: str = "select"
     floor_tokens: int = 1024
+    min_skipped_mb: int = 32
     first: int = 1
     recent: int = 2
     variant: str = "bounds"
@@ -101,6 +105,11 @@ class HySparseConfig:
             )
         if self.floor_tokens < 0:
             raise ConfigError(f"floor_tokens is {self.floor_tokens}; it must not be negative")
+        if self.min_skipped_mb < 0:
+            raise ConfigError(
+                f"min_skipped_mb is {self.min_skipped_mb}; use 32, or 0 to leave tiles out "
+                "whatever choosing them costs"
+            )
         if self.floor_tokens > self.max_k * WINDOW_TOKENS:
             raise ConfigError(
                 f"floor_tokens {self.floor_tokens} is more than max_k {self.max_k} windows of "

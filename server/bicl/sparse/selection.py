@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from bicl.cache.layout import PageLayout
 from bicl.sparse.config import WINDOW_TOKENS, HySparseConfig
 
-__all__ = ["ROUNDING", "SelectionRule", "tiles_to_keep"]
+__all__ = ["ROUNDING", "SelectionRule", "least_skipped", "tiles_to_keep"]
 
 ROUNDING = 1.0 / 64.0
 """Added before a share is rounded down: 0.65 of 100 is 64.99999 in float32, and means 65."""
@@ -52,6 +53,17 @@ class SelectionRule:
     def always(self) -> int:
         """Fewest tiles that a sparse row keeps."""
         return max(self.floor, self.first + self.recent)
+
+
+def least_skipped(config: HySparseConfig, layout: PageLayout, device: torch.device) -> int:
+    """Tiles that all rows of a step together must leave out of a layer for choosing to pay.
+
+    Choosing costs some microseconds a layer however few there are, in which a GPU reads tens of
+    megabytes. A CPU, which reads slower and launches nothing, gains from the first one.
+    """
+    if device.type != "cuda":
+        return 1
+    return max(1, math.ceil(config.min_skipped_mb * 1_000_000 / layout.page_bytes))
 
 
 def tiles_to_keep(

@@ -65,6 +65,12 @@ class HySparseSettings:
         "Length up to which a sequence is dense, bit for bit. Default: 1024.",
         env="BICL_HYSPARSE_FLOOR_TOKENS",
     )
+    hysparse_min_skipped_mb: int | None = setting(
+        None,
+        "Least MB of pages that a step on a GPU must leave out of a sparse layer; with less it "
+        "runs dense, since choosing would cost more. Default: 32.",
+        env="BICL_HYSPARSE_MIN_SKIPPED_MB",
+    )
     hysparse_variant: str | None = setting(
         None,
         "What a tile's index holds: the bounds of its keys, or their gated mean. Default: bounds.",

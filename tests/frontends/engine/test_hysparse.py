@@ -127,6 +127,30 @@ def test_half_of_a_hundred_windows_is_fifty(long_tiny) -> None:
     assert stats.actual_ratio == pytest.approx(0.5)
 
 
+def test_steps_that_would_save_too_little_run_dense(tiny) -> None:
+    """What a request alone cannot pay for, two together can."""
+    prompts = [prompt(450, seed) for seed in range(2)]
+
+    def run(*requests, **config):
+        sizes = SIZES | {"max_batch_prefill_tokens": 1000}  # both begin in one step
+        engine = stepped(tiny, **sizes, guard=BOUNDS, **config)
+        if engine._sparse is not None:
+            engine._sparse._least_skipped = 6  # of 8 tiles the ratio leaves 4 out
+        streams = [engine.submit(request(ids, 8)) for ids in requests]
+        run_steps(engine)
+        return [collect(stream) for stream in streams], engine.snapshot().sparse
+
+    alone, stats = run(prompts[0], hysparse=CONFIG)
+    dense, _ = run(prompts[0])
+    assert stats.rows == {"little": 7}
+    assert stats.tiles_skipped == 0
+    assert [t.token.logprob for t in alone[0].tokens] == [t.token.logprob for t in dense[0].tokens]
+    assert alone[0].done.usage.sparse.tiles_total == 0
+    together, stats = run(*prompts, hysparse=CONFIG)
+    assert stats.rows == {"sparse": 14}
+    assert stats.tiles_skipped == 14 * 4 * LAYERS
+
+
 @pytest.mark.parametrize("length", [2047, 2048, 2049, 5200])
 def test_first_and_last_windows_are_always_read(long_tiny, monkeypatch, length: int) -> None:
     """K passes the length and falls below it: sinks and the newest tokens stay. (A55, A56)"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.driving import generate, request, running
@@ -15,7 +17,9 @@ from bicl.sparse.guard import GuardBounds
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = HySparseConfig(text_kind="off", layers="0-2/3", floor_tokens=128, sparsity_ratio=0.6)
+CONFIG = HySparseConfig(
+    text_kind="off", layers="0-2/3", floor_tokens=128, sparsity_ratio=0.6, min_skipped_mb=0
+)
 COMPACT = HySparseConfig(
     text_kind="off", layers="1-2/3", floor_tokens=128, sparsity_ratio=0.6, mode="compact"
 )
@@ -100,6 +104,15 @@ def test_a_bad_index_is_noticed_between_graphs(loaded) -> None:
         (after,) = generate(engine, request(prompt(600), NEW_TOKENS))
     assert result.done.usage.sparse.fallback == "index"
     assert after.done.usage.sparse.fallback == ""
+
+
+def test_requests_this_small_are_dense_unless_told_otherwise(loaded) -> None:
+    """The bits and the graphs of a dense server."""
+    dense, _ = answers(loaded)
+    small, stats = answers(loaded, hysparse=replace(CONFIG, min_skipped_mb=32))
+    assert facts(small) == facts(dense)
+    assert (stats.graph_misses, stats.sparse.tiles_skipped) == (0, 0)
+    assert set(stats.sparse.rows) == {"short", "little"}
 
 
 def test_compact_pages_of_fp8_serve(loaded) -> None:

@@ -34,7 +34,7 @@ class Shard:
     tokenizer = SimpleNamespace(chat_template=None)
 
     def __init__(self) -> None:
-        self.cuda_graphs: dict[int, Any] = {1: "a graph"}
+        self.cuda_graphs: dict[int, Any] = {}
         self.graphs_seen: list[dict[int, Any]] = []
         self.generator = torch.Generator().manual_seed(1)
         self.init_kv_cache()
@@ -50,6 +50,10 @@ class Shard:
             )
             for _ in range(LAYERS)
         ]
+
+    def cuda_graph_warmup(self, size: int) -> None:
+        ratios = attention_module.shard_sparsity().ratios(size)
+        self.cuda_graphs[size] = "dense" if ratios is None else "sparse"
 
     def fill(self, tables: list[list[int]], lengths: list[int]) -> None:
         for table, length in zip(tables, lengths, strict=True):
@@ -112,6 +116,7 @@ def served(sparsity: ShardSparsity | None, monkeypatch: pytest.MonkeyPatch) -> S
     if sparsity is not None:
         sparsity.layers = CONFIG.sparse_layers(LAYERS)
         sparsity.attach(shard)
+        sparsity.capture(shard, shard.cuda_graph_warmup, 2)
     shard.fill(batch().block_tables, batch().cache_lengths)
     return shard
 
@@ -149,7 +154,7 @@ def test_every_fourth_step_runs_outside_its_graph_and_is_measured(sparsity, shar
     for _ in range(9):
         step(sparsity, shard, rows)
     assert [not graphs for graphs in shard.graphs_seen] == [n % 4 == 0 for n in range(9)]
-    assert shard.cuda_graphs == {1: "a graph"}
+    assert shard.cuda_graphs == {2: "sparse"}
     assert sparsity.counters.shadow_steps == 3
     assert sparsity.counters.stale_pages == 0
     assert sparsity.fallback == ""
@@ -160,7 +165,19 @@ def test_steps_without_anything_to_leave_out_are_never_measured(sparsity, shard)
     for _ in range(9):
         step(sparsity, shard, rows)
     assert sparsity.counters.shadow_steps == 0
-    assert all(shard.graphs_seen)
+    assert shard.graphs_seen == [{2: "dense"}] * 9
+
+
+def test_steps_that_would_save_too_little_are_dense(sparsity, shard, monkeypatch) -> None:
+    sparsity._least_skipped = 6  # 641 tokens could leave 5 tiles out
+    got = step(sparsity, shard, batch())
+    expected = served(None, monkeypatch).generate_token(batch())
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+    assert shard.graphs_seen == [{2: "dense"}]
+    assert shard.cuda_graphs == {2: "sparse"}
+    counted = sparsity.counters
+    assert (counted.little_steps, counted.tiles_skipped, counted.tiles_read) == (1, 0, 13 * 2)
 
 
 def test_a_bad_index_sends_the_whole_shard_back_to_the_full_cache(
@@ -221,6 +238,9 @@ def test_watching_wraps_decode_and_new_pages_and_leaves_prefill_alone(sparsity) 
             calls.append("token")
             return "done"
 
+        def cuda_graph_warmup(self, size: int) -> None:
+            calls.append(f"graph of {size}")
+
     sparsity.attach = lambda model: calls.append("index")
     sparsity.step = lambda model, rows, run: run(model, rows)
     watch(Model, sparsity)
@@ -228,7 +248,11 @@ def test_watching_wraps_decode_and_new_pages_and_leaves_prefill_alone(sparsity) 
     model.init_kv_cache()
     assert model.generate_token(SimpleNamespace(prefilling=True)) == "done"
     assert model.generate_token(SimpleNamespace(prefilling=False)) == "done"
-    assert calls == ["pages", "index", "token", "token"]
+    model.cuda_graphs = {}
+    model.init_kv_cache()
+    model.cuda_graph_warmup(4)
+    again = ["pages", "index", "graph of 4", "graph of 4"]
+    assert calls == ["pages", "index", "token", "token", *again]
 
 
 @pytest.mark.parametrize(

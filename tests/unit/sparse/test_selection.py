@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bicl.cache.layout import PageLayout
 from bicl.ops.cpu.sparse import bound_scores, select_tiles
 from bicl.sparse.config import COMBINES, HySparseConfig
-from bicl.sparse.selection import SelectionRule, tiles_to_keep
+from bicl.sparse.selection import SelectionRule, least_skipped, tiles_to_keep
 
 
 def keep(num_tiles: list[int], sparsity: float, rule: SelectionRule) -> list[int]:
@@ -44,6 +45,15 @@ def test_kept_tiles_never_fall_as_a_sequence_grows_and_never_pass_max_k() -> Non
 
 def test_a_dense_row_ignores_max_k() -> None:
     assert keep([3000], 0.0, rule()) == [3000]
+
+
+def test_choosing_must_save_some_megabytes_on_a_gpu() -> None:
+    layout = PageLayout(8, 128, torch.bfloat16, 64)  # 262,144 bytes a page
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert least_skipped(HySparseConfig(), layout, cuda) == 123
+    assert least_skipped(HySparseConfig(), PageLayout(8, 128, torch.float8_e4m3fn, 64), cuda) == 245
+    assert least_skipped(HySparseConfig(min_skipped_mb=0), layout, cuda) == 1
+    assert least_skipped(HySparseConfig(), layout, cpu) == 1
 
 
 def test_windows_of_64_tokens_are_two_pages_of_32() -> None:

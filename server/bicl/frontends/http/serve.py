@@ -232,6 +232,7 @@ def _facts(
             "layers": list(sparse_layers(loaded, engine_config)),
             "max_k": sparse.max_k,
             "floor_tokens": sparse.floor_tokens,
+            "min_skipped_mb": sparse.min_skipped_mb if loaded.device.type == "cuda" else 0,
             "variant": sparse.variant,
             "fitted": sparse.gate_path is not None,
         }

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from bicl.frontends.tgi.kv_cache import shard_backend
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import Guard, GuardBounds, Signals
 from bicl.sparse.refusals import ModelFacts, check_model
-from bicl.sparse.selection import SelectionRule, tiles_to_keep
+from bicl.sparse.selection import SelectionRule, least_skipped, tiles_to_keep
 from bicl.sparse.shadow import ShadowBackend, make_shadow_backend
 
 __all__ = ["ShardSparsity", "SparseCounters", "shard_sparsity", "watch"]
@@ -40,6 +42,7 @@ class SparseCounters:
     shadow_steps: int = 0
     stale_pages: int = 0
     fallbacks: int = 0
+    little_steps: int = 0
 
 
 class ShardSparsity:
@@ -69,6 +72,9 @@ class ShardSparsity:
         self._backend: ShadowBackend | None = None
         self._ratios: torch.Tensor | None = None
         self._steps = 0
+        self._least_skipped = 1
+        self._dense = False
+        self._dense_graphs: dict[int, Any] = {}
         self._turn = 0
         self._random = random.Random(0)
 
@@ -109,6 +115,8 @@ class ShardSparsity:
         pages = sum(layer.layout.page_bytes for layer in layers)
         added = sum(each.bytes_per_page for each in self._backend.sparse.indexes.values())
         self.index_share = pages / (pages + added)
+        self._least_skipped = least_skipped(self._config, layers[self.layers[0]].layout, device)
+        self._dense_graphs = {}  # of the pages before
 
     def index_tensors(self) -> dict[int, torch.Tensor]:
         """By layer, what is kept beside the pages; the page is its first dim."""
@@ -117,12 +125,12 @@ class ShardSparsity:
         return {number: i.vectors for number, i in self._backend.sparse.indexes.items()}
 
     def ratios(self, batch: int) -> torch.Tensor | None:
-        """float32 ``[batch]`` at an address that never changes; ``None``: dense.
+        """float32 ``[batch]`` at an address that never changes; ``None``: the step is dense.
 
         Raises:
             RuntimeError: more rows than any batch of a shard has.
         """
-        if self._ratios is None:
+        if self._ratios is None or self._dense:
             return None
         if batch > ROWS:
             raise RuntimeError(f"bicl: a decode batch of {batch} rows; HySparse takes {ROWS}")
@@ -137,10 +145,29 @@ class ShardSparsity:
                 ("read_tiles", "Tiles of a KV head read in sparse layers", now.tiles_read),
                 ("skipped_tiles", "Tiles of a KV head left out", now.tiles_skipped),
                 ("shadow_steps", "Steps in which sampled layers also ran dense", now.shadow_steps),
+                ("little_steps", "Steps dense since choosing costs more", now.little_steps),
                 ("stale_pages", "Pages whose index did not describe them", now.stale_pages),
                 ("shard_fallbacks", "Times the shard went back to the full cache", now.fallbacks),
             )
         }
+
+    # --- graphs ------------------------------------------------------------------------------
+    def capture(self, model: Any, warm_up: Any, *args: Any, **kwargs: Any) -> None:
+        """Run TGI's ``cuda_graph_warmup`` of one batch size twice: steps in which leaving tiles
+        out would not pay have graphs without scoring."""
+        with self._running_dense(model):
+            warm_up(*args, **kwargs)
+        warm_up(*args, **kwargs)
+
+    @contextmanager
+    def _running_dense(self, model: Any) -> Iterator[None]:
+        graphs, model.cuda_graphs = model.cuda_graphs, self._dense_graphs
+        self._dense = True
+        try:
+            yield
+        finally:
+            self._dense = False
+            model.cuda_graphs = graphs
 
     # --- a decode step -----------------------------------------------------------------------
     def step(self, model: Any, batch: Any, run: Any) -> Any:
@@ -150,10 +177,13 @@ class ShardSparsity:
         ratio = 0.0 if self.fallback else self._config.sparsity_ratio
         kept = tiles_to_keep(tiles, torch.full((len(lengths),), ratio), self._rule)
         skips = int((tiles - kept).sum())
+        if skips < self._least_skipped:
+            self.counters.little_steps += skips > 0
+            self.counters.tiles_read += int(tiles.sum()) * len(self.layers)
+            with self._running_dense(model):
+                return run(model, batch)
         self.counters.tiles_read += int(kept.sum()) * len(self.layers)
         self.counters.tiles_skipped += skips * len(self.layers)
-        if not skips:
-            return run(model, batch)
         self._steps += 1
         if (self._steps - 1) % self._bounds.shadow_interval:
             return run(model, batch)
@@ -241,6 +271,9 @@ def watch(model_class: Any, sparsity: ShardSparsity) -> None:
     def indexing_init_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = init_kv_cache(self, *args, **kwargs)
         sparsity.attach(self)
+        if "cuda_graph_warmup" not in vars(self):  # of the instance: subclasses have their own
+            warm_up = self.cuda_graph_warmup
+            self.cuda_graph_warmup = functools.partial(sparsity.capture, self, warm_up)
         return result
 
     model_class.generate_token = watched_generate_token

@@ -15,6 +15,7 @@ from bicl.frontends.http.engine.sizing import reserve_pages, sparse_layers
 from bicl.frontends.http.engine.sparse import SparseControl
 from bicl.frontends.http.loader import LoadedModel
 from bicl.sparse.compact import OBSERVED
+from bicl.sparse.selection import least_skipped
 
 __all__ = ["make_manager", "make_sparse_control"]
 
@@ -53,13 +54,16 @@ def make_sparse_control(
         assert isinstance(manager, GroupedManager)
         return CompactControl(config.hysparse, runner.compact, manager, prompts)
     assert runner.shadow is not None
+    layers = sparse_layers(loaded, config)
+    layer = runner.pool.layers[layers[0]]
     return SparseControl(
         config.hysparse,
         config.guard,
-        layers=sparse_layers(loaded, config),
+        layers=layers,
         depth=len(loaded.geometry.layers),
         page_size=config.page_size,
         prompts=prompts,
         backend=runner.shadow,
         device=loaded.device,
+        least_skipped=least_skipped(config.hysparse, layer.layout, loaded.device),
     )

@@ -182,7 +182,8 @@ class SparseStats:
         actual_ratio, mass_kept: of the last shadow step, mean of its rows.
         tiles_read, tiles_skipped: of one KV head, summed over rows, sparse layers and steps.
         rows: decode rows by path: ``sparse``; dense because ``short`` (nothing to leave out),
-            ``dense`` (as asked), ``fallback``.
+            ``little`` (its step could leave out less than choosing costs), ``dense`` (as asked),
+            ``fallback``.
         fallbacks: requests that went back to the full cache, by reason.
         shadow_steps: steps in which sampled layers also ran dense.
         stale_pages: pages whose index did not fit them.

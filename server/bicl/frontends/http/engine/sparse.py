@@ -65,6 +65,8 @@ class SparseControl:
         prompts: reads requests.
         backend: what the model's attention runs on.
         device: of its pages.
+        least_skipped: tiles that the rows of a step together leave out of a layer; a step that
+            would leave out fewer runs dense.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class SparseControl:
         prompts: PromptReader,
         backend: ShadowBackend,
         device: torch.device,
+        least_skipped: int,
     ) -> None:
         self._config = config
         self._bounds = bounds
@@ -86,6 +89,7 @@ class SparseControl:
         self._page_size = page_size
         self._backend = backend
         self._device = device
+        self._least_skipped = least_skipped
         self._rule = SelectionRule.of(config, page_size)
         self._groups = _layer_groups(layers, depth)
         self._random = random.Random(0)
@@ -98,7 +102,8 @@ class SparseControl:
         return self._prompts.begin(request)
 
     def plan(self, chunks: SequenceOf[Chunk]) -> SparseStep | None:
-        """Rows of the step and their sparsity; ``None``: all of them run dense.
+        """Rows of the step and their sparsity; ``None``: all of them run dense, since no row can
+        leave anything out, or all together too little to pay for the choice.
 
         Prompt tokens are always computed dense, so that a prefix is worth the same however it
         came about.
@@ -114,11 +119,14 @@ class SparseControl:
         tiles = -(-lengths // self._page_size)
         kept = tiles_to_keep(torch.from_numpy(tiles), torch.from_numpy(sparsity), self._rule)
         step = SparseStep(sparsity, tiles, kept.numpy(), shadow=False)
+        pays = int((step.tiles - step.kept).sum()) >= self._least_skipped
         for row, skips in zip(rows, step.skips, strict=True):
             if row:
-                short = row.path == "sparse" and not skips
-                self._totals.rows["short" if short else row.path] += 1
-        if not step.skips.any():
+                path = row.path
+                if path == "sparse" and not (skips and pays):
+                    path = "little" if skips else "short"
+                self._totals.rows[path] += 1
+        if not pays:
             return None
         due = any(
             row.is_due(self._bounds.shadow_interval)
