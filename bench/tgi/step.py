@@ -42,11 +42,14 @@ SHAPES = (
 )  # fmt: skip
 GRAPHS = "1,2,4,8,16,32,128"
 STEPS = 30
-WARM_UP_STEPS = 5
+TIMED_STEPS = STEPS + 5
+TIMELINE_STEPS = 8
 PREFILL_TOKENS = 4096
 TOTAL_TOKENS = 16640
 FREE_BYTES = 90 * 10**9
 NUM_WORDS = 20000
+TIE = 0.3  # log-probability by which bf16 may prefer another token than bf16 in another batch
+TIE_BESIDE_FLOAT32 = 1.0  # the same beside float32; a wrong token is several less likely
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -116,19 +119,26 @@ def warm_up(shards: Shards, texts: Any, prefill: int, total: int) -> Router:
     return Router(shards, texts, num_tokens, shards.info().block_size)
 
 
-def time_shape(router: Router, batch: int, context: int) -> float:
-    """Median of the shard's own time of a decode step, in microseconds."""
+def time_shape(router: Router, batch: int, context: int, timeline: Path) -> dict[str, float]:
+    """Microseconds of a decode step, medians: the shard's own time (``us``); and, of some steps
+    after the timed ones, on the host before the graph, on the GPU in it, and after it."""
     sequences = []
     for i in range(batch):
         ids = router.model.prompt(context, f"{batch}/{i}")
-        sequences.append(router.sequence(ids, STEPS + WARM_UP_STEPS + 2))
+        sequences.append(router.sequence(ids, TIMED_STEPS + TIMELINE_STEPS + 2))
+    timeline.unlink(missing_ok=True)
     router.prefill(*sequences, cached=context - 1)
-    router.decode(WARM_UP_STEPS + STEPS)
-    result = statistics.median(router.step_microseconds[-STEPS:])
+    router.decode(TIMED_STEPS)
+    result = {"us": statistics.median(router.step_microseconds[-STEPS:])}
+    router.decode(TIMELINE_STEPS)
     router.abandon()
     for sequence in sequences:
         router.release(sequence)
-    return result
+    if timeline.exists():  # a step that no graph holds has no line
+        lines = [json.loads(line) for line in timeline.read_text().splitlines()]
+        for part in ("before", "graph", "after"):
+            result[f"{part}_us"] = statistics.median(line[part] for line in lines)
+    return {name: round(value, 1) for name, value in result.items()}
 
 
 OURS = {"BICL_VERIFY_PREFIXES": "0"}
@@ -151,8 +161,11 @@ def time_steps(
         BENCH_SEEDED_WEIGHTS="1",
         BENCH_FILL_PAGES="1",
         BENCH_PROFILE=str(folder / "profile"),
+        BENCH_TIMELINE=str(folder / "timeline"),
+        BENCH_TIMED_STEPS=str(TIMED_STEPS),
         **environment,
     )
+    timeline = folder / "timeline"
     rows = []
     with Shards(folder, environment, "--dtype", "bfloat16", *flags) as shards:
         router = warm_up(shards, Words(), PREFILL_TOKENS, TOTAL_TOKENS)
@@ -160,36 +173,51 @@ def time_steps(
             # Last, because stock TGI may not survive more rows than its graphs have.
             shape = f"{batch}x{context}"
             try:
-                microseconds = time_shape(router, batch, context)
+                times = time_shape(router, batch, context, timeline)
             except ShardFailed as error:
                 print(f"{name:<18}{shape:<10}failed: {str(error)[-600:]}", flush=True)
                 break
-            row = {"op": "step", "heads": "32/8", "shape": shape, "impl": name}
-            rows.append({**row, "us": round(microseconds, 1)})
-            print(f"{name:<18}{shape:<10}{microseconds:9.1f} us", flush=True)
+            row: dict[str, Any] = {"op": "step", "heads": "32/8", "shape": shape, "impl": name}
+            rows.append(row | times)
+            print(f"{name:<18}{shape:<10}{times}", flush=True)
         for batch, context in shapes if profile else ():
             # Last: a profiled process is slower from then on.
             (Path(environment["BENCH_PROFILE"])).write_text(
                 str(profile / f"{name}-{batch}x{context}")
             )
-            time_shape(router, batch, context)
+            time_shape(router, batch, context, timeline)
     return rows
 
 
 def check(folder: Path, name: str) -> None:
-    """A scenario of the self-test on the GPU, in bf16 with graphs; for the plain one also
-    log-probabilities beside transformers' own in float32 and in bf16."""
+    """A scenario of the self-test on the GPU, in bf16 with graphs, beside the same prompt alone.
+
+    For the plain one also log-probabilities beside transformers' own in float32 and in bf16.
+    Adapters are compared with transformers: a shard that leaves them out agrees with itself.
+    """
     scenario = SCENARIOS[name]
     model = make_model(scenario.model, folder)
+    adapters = [f"{each}={model.path / each}" for each in scenario.adapters]
     environment = gpu_environment(
         TEST_FREE_MEMORY=str(scenario.free_bytes),
         BICL_DEBUG_POISON="1",
         TEST_AUDIT_EVERY="4",
+        LORA_ADAPTERS=",".join(adapters),
         **scenario.environment,
     )
     with Shards(model.path, environment, "--dtype", "bfloat16", *scenario.flags) as shards:
         router = warm_up(shards, model, selftest.PREFILL_TOKENS, selftest.TOTAL_TOKENS)
-        bench = selftest.Bench(shards, router, model, 0, 0, kv_bytes=2, exact=False, tie=0.3)
+        bench = selftest.Bench(
+            shards,
+            router,
+            model,
+            num_tokens=0,
+            free_bytes=0,
+            kv_bytes=2,
+            exact=bool(adapters),
+            tie=TIE_BESIDE_FLOAT32 if adapters else TIE,
+            prefixes=scenario.prefixes,
+        )
         if name == "llama":
             compare_logprobs(bench, model)
         for each, case in scenario.cases.items():

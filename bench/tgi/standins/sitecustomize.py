@@ -4,6 +4,7 @@ import importlib.abc
 import json
 import os
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -146,27 +147,60 @@ def _fit_flashinfer(module):
 
 
 def _watch(module):
-    """The self-test's audit, and one profile of some steps when the driver asks for it."""
+    """The self-test's audit; where the time of some steps goes, and one profile, when asked for."""
     from bicl.frontends.tgi.selftest.audit import install
 
     if os.environ.get("TEST_AUDIT_EVERY"):
         install(module)
     order = Path(os.environ.get("BENCH_PROFILE", "/nowhere"))
+    timeline = os.environ.get("BENCH_TIMELINE")
+    timed = int(os.environ.get("BENCH_TIMED_STEPS", "0"))
     generate = module.FlashCausalLM.generate_token
     seen = [0]
 
-    def profiled(self, batch):
-        if batch.prefilling or not order.exists():
+    def watched(self, batch):
+        if batch.prefilling:
             seen[0] = 0
             return generate(self, batch)
         seen[0] += 1
-        if seen[0] != 8:
-            return generate(self, batch)
-        out = Path(order.read_text())
-        order.unlink()
-        return _profile(lambda: generate(self, batch), out)
+        if seen[0] == 8 and order.exists():
+            out = Path(order.read_text())
+            order.unlink()
+            return _profile(lambda: generate(self, batch), out)
+        if timeline and seen[0] > timed:
+            return _timeline(lambda: generate(self, batch), Path(timeline))
+        return generate(self, batch)
 
-    module.FlashCausalLM.generate_token = profiled
+    module.FlashCausalLM.generate_token = watched
+
+
+def _timeline(step, out):
+    """Append a line: microseconds on the host before the graph, on the GPU in it, and after it."""
+    import torch
+
+    replay = torch.cuda.CUDAGraph.replay
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    launched = []
+
+    def timed_replay(graph):
+        launched.append(time.perf_counter())
+        begin.record()
+        replay(graph)
+        end.record()
+
+    torch.cuda.CUDAGraph.replay = timed_replay
+    began = time.perf_counter()
+    try:
+        result = step()
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+    whole = time.perf_counter() - began
+    if launched:
+        before, graph = (launched[0] - began) * 1e6, begin.elapsed_time(end) * 1e3
+        line = {"before": before, "graph": graph, "after": whole * 1e6 - before - graph}
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    return result
 
 
 def _profile(step, out):

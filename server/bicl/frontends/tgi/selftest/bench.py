@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # names of cases are listed where TGI is not installed, too
     from bicl.frontends.tgi.selftest.router import Router, Sequence
     from bicl.frontends.tgi.selftest.shard import Shards
 
-__all__ = ["PREFILL_TOKENS", "TOTAL_TOKENS", "Bench"]
+__all__ = ["NEAR_TOKENS", "PREFILL_TOKENS", "TOTAL_TOKENS", "Bench"]
 
 PREFILL_TOKENS = 256  # of a step, that the shard is warmed up with
 TOTAL_TOKENS = 1280  # of a request
@@ -96,11 +96,12 @@ class Bench:
         return behind
 
     def _expected(self, sequence: Sequence) -> tuple[list[int], list[dict[int, float]]]:
-        """Tokens, and where they come from this shard, too, the likeliest ones at each step."""
+        """Tokens, and the likeliest ones at each step if near ties are allowed."""
         if self.exact:
             count = sequence.max_new_tokens
-            return self.model.greedy(sequence.prompt, count, sequence.adapter), []
+            return self.model.greedy_with_tops(sequence.prompt, count, sequence.adapter)
         alone = self.router.sequence(sequence.prompt, sequence.max_new_tokens)
+        alone.adapter = sequence.adapter
         alone.top = NEAR_TOKENS if self.tie else 0
         self.router.prefill(alone)
         self.router.finish()

@@ -17,6 +17,8 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from bicl.frontends.tgi.selftest.bench import NEAR_TOKENS
+
 __all__ = ["MODELS", "Model", "ModelSpec", "make_model"]
 
 VOCAB_SIZE = 300
@@ -79,6 +81,7 @@ MODELS = {
             "first_k_dense_replace": 1,
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
+            "routed_scaling_factor": 1.0,  # TGI's model takes no other, and no bias of the router
             "rope_scaling": {  # text-generation-inference takes no DeepSeek without
                 "type": "yarn",
                 "rope_type": "yarn",
@@ -87,7 +90,7 @@ MODELS = {
                 "beta_slow": 1,
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 2048,
+                "original_max_position_embeddings": 512,  # times the factor: the whole
             },
         },
     ),
@@ -147,15 +150,22 @@ class Model:
                 stable[i] = piece
         return stable
 
-    @torch.inference_mode()
     def greedy(self, prompt: list[int], num_tokens: int, adapter: str = "") -> list[int]:
-        """The continuation. With windows every step is computed afresh, without any cache."""
+        """The continuation."""
+        return self.greedy_with_tops(prompt, num_tokens, adapter)[0]
+
+    @torch.inference_mode()
+    def greedy_with_tops(
+        self, prompt: list[int], num_tokens: int, adapter: str = ""
+    ) -> tuple[list[int], list[dict[int, float]]]:
+        """The continuation, and each step's likeliest tokens with their log-probabilities. With
+        windows every step is computed afresh, without any cache."""
         if self.adapters:
             self._model.enable_adapters()
             self._model.set_adapter(adapter or self.adapters[0])
             if not adapter:
                 self._model.disable_adapters()
-        ids, cache, answer = torch.tensor([prompt]), None, []
+        ids, cache, answer, tops = torch.tensor([prompt]), None, [], []
         for _ in range(num_tokens):
             if self._recompute:
                 output = self._model(ids, use_cache=False)
@@ -163,10 +173,12 @@ class Model:
                 step = ids if cache is None else ids[:, -1:]
                 output = self._model(step, past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
-            token = int(output.logits[0, -1].argmax())
+            best = output.logits[0, -1].log_softmax(-1).topk(NEAR_TOKENS)
+            tops.append(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+            token = int(best.indices[0])
             answer.append(token)
             ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
-        return answer
+        return answer, tops
 
 
 def make_model(name: str, folder: Path) -> Model:

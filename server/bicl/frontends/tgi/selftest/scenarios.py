@@ -107,7 +107,7 @@ SCENARIOS = {
         "qwen3", environment=HOST_CACHE, without=CHUNKING, host_cache=True
     ),
     "mixtral": Scenario("mixtral"),
-    "deepseek-v3-head192": Scenario("deepseek-v3-head192", free_bytes=256 << 20, exact=False),
+    "deepseek-v3-head192": Scenario("deepseek-v3-head192", free_bytes=256 << 20),
     "llava-next": Scenario("llava-next", environment={"PREFIX_CACHING": "0"}, without=PREFIXES),
     "smollm2": Scenario("smollm2", free_bytes=384 << 20),
 }
