@@ -20,6 +20,7 @@ from bicl.frontends.http import serve as serve_module
 from bicl.frontends.http.listener import bind
 from bicl.frontends.http.serve import serve
 from bicl.hardware import Gpu
+from bicl.ops.cuda import library
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,13 @@ def test_auto_takes_a_gpu_that_works_and_tells_why_it_does_not(
     assert chosen == device
     assert [reason in text for text in fallbacks] == ([True] if reason else [])
     assert serve_module._choose_device("cpu") == ("cpu", ())
+
+
+def test_info_says_where_kernels_were_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve_module._kernel_fallbacks() == ()
+    monkeypatch.setattr(library, "kernels_from", lambda: "nvrtc")
+    [told] = serve_module._kernel_fallbacks()
+    assert "no code for its card" in told
 
 
 def test_bundled_without_its_package_names_the_command(

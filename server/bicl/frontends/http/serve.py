@@ -98,7 +98,8 @@ def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
     try:
         with _timed("warming up"):
             engine.start()
-        facts = replace(_facts(config, loaded, engine, engine_config), fallbacks=fallbacks)
+        facts = _facts(config, loaded, engine, engine_config)
+        facts = replace(facts, fallbacks=fallbacks + _kernel_fallbacks())
         state = assemble(config, engine, loaded.tokenizer, facts, metrics)
         start_listening(listener)
         log.info(
@@ -131,6 +132,13 @@ def _choose_device(wanted: str) -> tuple[str, tuple[str, ...]]:
         return "cuda", ()
     log.warning("running on the CPU: %s", missing)
     return "cpu", (f"CPU in place of the GPU: {missing}",)
+
+
+def _kernel_fallbacks() -> tuple[str, ...]:
+    """Known once the warm-up has asked for kernels."""
+    if library.kernels_from() == "build":
+        return ()
+    return ("kernels compiled on this machine: the build has no code for its card",)
 
 
 def _load(config: ServerConfig, device: str) -> LoadedModel:

@@ -112,5 +112,5 @@ def compile_on_the_spot(capability: tuple[int, int]) -> None:
 
 
 def kernels_from() -> str:
-    """Where kernels come from: ``built``, or ``nvrtc`` where the build has no code for the card."""
-    return "nvrtc" if compile_on_the_spot.cache_info().currsize else "built"
+    """Where kernels come from: ``build``, or ``nvrtc`` where the build has no code for the card."""
+    return "nvrtc" if compile_on_the_spot.cache_info().currsize else "build"
