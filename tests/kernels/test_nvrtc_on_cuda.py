@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DECODE = "test_decode_attention.py::test_one_captured_graph_serves_all_lengths"
 PREFILL = "test_prefill_attention.py::test_fp8_and_wide_heads_on_the_path_of_this_card"
-SPARSE = "test_sparse.py::test_the_sparse_backend_indexes_what_it_stores_and_selects"
+SPARSE = "test_sparse_decode.py::test_the_sparse_backend_indexes_what_it_stores_and_selects"
 # kernels, as their symbols spell them: tests that cannot pass without them
 CASES = {
     ("store_kv_kernel", "gather_kernel"): [
@@ -30,7 +30,7 @@ CASES = {
     ],
     ("copy_pages_kernel",): ["test_pages.py::test_pages_are_copied_in_every_layer"],
     ("compact_tokens_kernel",): [
-        "test_sparse.py::test_compacted_tokens_lie_side_by_side[page_and_tile0-bf16]"
+        "test_compact_tokens.py::test_compacted_tokens_lie_side_by_side[page_and_tile0-bf16]"
     ],
     ("decode_kernel",): [
         "test_decode_attention.py::test_empty_sequences_give_zeros",

@@ -1,0 +1,86 @@
+"""The index of pages, made from stored keys or in the launch that stores them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.cases import PAGES_AND_TILES
+from support.device import as_stored
+from support.sparse import LENGTHS, STORED, indexed_step
+
+from bicl.attention.cuda import CudaBackend
+from bicl.cache.layout import PageLayout
+from bicl.ops.cuda import sparse
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("page_and_tile", PAGES_AND_TILES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_index_rows_are_the_bounds_of_full_pages(
+    backend: CudaBackend, stored: str, page_and_tile: tuple[int, int], head_dim: int
+) -> None:
+    dtype, kept_as = STORED[stored]
+    layout = PageLayout(3, head_dim, kept_as, *page_and_tile)
+    scale = 0.5 if kept_as.itemsize == 1 else 1.0
+    own = indexed_step(backend, LENGTHS["edges"], layout, dtype=dtype, k_scale=scale)
+    key, size = as_stored(own.step)[0], layout.page_size
+    full = {}
+    for row, slot in enumerate(own.step.slots.tolist()):
+        if slot % size == size - 1:
+            full[slot // size] = key[row - size + 1 : row + 1]
+    assert full
+    vectors = own.index.vectors
+    for page, keys in full.items():
+        assert torch.equal(vectors[page, :, 0], keys.amin(0).to(dtype))
+        assert torch.equal(vectors[page, :, 1], keys.amax(0).to(dtype))
+    others = [page for page in range(len(vectors)) if page not in full]
+    assert bool(vectors[others].isnan().all()), "a page that is not full was indexed"
+
+
+def test_slots_that_complete_no_page_or_are_skipped_touch_no_index_row(
+    backend: CudaBackend,
+) -> None:
+    layout = PageLayout(2, 64, torch.bfloat16, 64, 64)
+    own = indexed_step(backend, [200], layout)
+    own.index.vectors.fill_(math.nan)
+    slots = torch.tensor([-1, 0, 62, 64, -64, 126], device="cuda")
+    sparse.index_pages(own.step.layer, own.index, slots)
+    assert bool(own.index.vectors.isnan().all())
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("page_and_tile", PAGES_AND_TILES)
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_storing_a_step_indexes_the_pages_it_completes(
+    backend: CudaBackend, stored: str, page_and_tile: tuple[int, int], head_dim: int
+) -> None:
+    """In one launch, bit for bit what two give."""
+    dtype, kept_as = STORED[stored]
+    layout = PageLayout(3, head_dim, kept_as, *page_and_tile)
+    lengths = [64, 65, 640, 63, 1, 96, 1024]
+    own = indexed_step(backend, lengths, layout, dtype=dtype)
+    wanted_pages, wanted_rows = own.step.layer.pages.clone(), own.index.vectors.clone()
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    slots = own.step.slots[ends].clone()
+    slots[1] = -1
+    for slot in slots[slots >= 0].tolist():
+        page, row = divmod(slot, layout.page_size)
+        offsets = torch.from_numpy(layout.plane_offsets[row].copy()).cuda()
+        raw = torch.uint8 if kept_as.itemsize == 1 else torch.int16
+        own.step.layer.pages[page].view(raw).view(3, 2, -1)[:, :, offsets] = 0
+        if row == layout.page_size - 1:
+            own.index.vectors[page] = math.nan
+    backend.store(
+        own.step.layer,
+        own.step.key[ends],
+        own.step.value[ends],
+        slots,
+        bounds=own.index.vectors,
+    )
+    bits = own.step.layer.pages.view(torch.uint8)
+    assert torch.equal(bits, wanted_pages.view(torch.uint8))
+    assert torch.equal(own.index.vectors.nan_to_num(9.0), wanted_rows.nan_to_num(9.0))

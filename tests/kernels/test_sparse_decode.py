@@ -1,0 +1,125 @@
+"""Decode over chosen pages, other pages for each KV head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.cases import PAGES_AND_TILES
+from support.compare import assert_close_enough, assert_lse_close
+from support.device import decode_truth
+from support.sparse import STORED, Indexed, choose, everyone, indexed_step, rule_for
+
+from bicl.attention.cuda import CudaBackend
+from bicl.attention.pool import LayerCache
+from bicl.cache.layout import PageLayout
+from bicl.sparse.backend import SparseBackend
+from bicl.sparse.config import HySparseConfig
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("share", [0.0, 0.65])
+def test_rows_that_keep_all_are_bit_identical_to_dense(backend: CudaBackend, share: float) -> None:
+    """At ratio 0, and below the floor. (A57)"""
+    own = indexed_step(backend, [0, 1, 63, 64, 65, 300, 1024], PageLayout(3, 128, torch.bfloat16))
+    rule = rule_for(64, floor=16)
+    pages, lengths, _ = choose(own, everyone(own.meta, share), rule)
+    assert torch.equal(lengths, own.meta.cache_seqlens)
+    chosen = replace(own.meta, page_table=pages, cache_seqlens=lengths)
+    query, layer = own.step.query, own.step.layer
+    dense = backend.run(query, layer, own.meta, scale=own.scale, return_lse=True)
+    sparse_run = backend.run(query, layer, chosen, scale=own.scale, return_lse=True)
+    assert torch.equal(dense[0], sparse_run[0])
+    assert torch.equal(dense[1], sparse_run[1])
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("page_and_tile", PAGES_AND_TILES)
+@pytest.mark.parametrize("group", [1, 4, 12])
+def test_decode_reads_each_heads_own_tiles(
+    backend: CudaBackend, stored: str, page_and_tile: tuple[int, int], group: int
+) -> None:
+    """Against float32 over the kept keys alone; positions are not renumbered. (A56)"""
+    dtype, kept_as = STORED[stored]
+    layout = PageLayout(3, 128, kept_as, *page_and_tile)
+    lengths = [3000, 0, 65, 1999, 4097]
+    own = indexed_step(backend, lengths, layout, group=group, dtype=dtype)
+    rule = rule_for(layout.page_size)
+    pages, read, positions = choose(own, everyone(own.meta, 0.65), rule)
+    chosen = replace(own.meta, page_table=pages, cache_seqlens=read)
+    out, lse = backend.run(own.step.query, own.step.layer, chosen, scale=own.scale, return_lse=True)
+    size = layout.page_size
+    for head in range(3):
+        tokens = []
+        start = 0
+        for row, length in enumerate(lengths):
+            kept = positions[row, head, : -(-int(read[row]) // size)].long()
+            token = (kept[:, None] * size + torch.arange(size, device="cuda")).reshape(-1)
+            tokens.append(start + token[token < length])
+            start += length
+        picked = torch.cat(tokens)
+        heads = slice(head * group, (head + 1) * group)
+        alone = replace(
+            own.step,
+            layer=LayerCache(own.step.layer.pages, replace(layout, num_kv_heads=1)),
+            meta=chosen,
+            query=own.step.query[:, heads],
+            key=own.step.key[picked, head : head + 1],
+            value=own.step.value[picked, head : head + 1],
+        )
+        truth = decode_truth(alone, scale=own.scale)
+        assert_close_enough(out[:, heads], truth.out, truth.same_precision)
+        assert_lse_close(lse[heads], truth.lse)
+
+
+def test_kept_and_rest_merged_by_lse_equal_dense(backend: CudaBackend) -> None:
+    own = indexed_step(backend, [64 * 100, 64 * 51], PageLayout(2, 128, torch.bfloat16, 64, 64))
+    rule = rule_for(64)
+    pages, lengths, positions = choose(own, everyone(own.meta, 0.65), rule)
+    rest = torch.zeros_like(pages)
+    for row, tiles in enumerate((100, 51)):
+        for head in range(2):
+            left = torch.ones(tiles, dtype=torch.bool, device="cuda")
+            left[positions[row, head, : int(lengths[row]) // 64].long()] = False
+            rest[row, head, : int(left.sum())] = own.meta.page_table[row, :tiles][left]
+    query, layer = own.step.query, own.step.layer
+
+    def attend(table: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        part = replace(own.meta, page_table=table, cache_seqlens=tokens)
+        out, lse = backend.run(query, layer, part, scale=own.scale, return_lse=True)
+        return out.float(), lse.t()[..., None]
+
+    dense, dense_lse = attend(own.meta.page_table, own.meta.cache_seqlens)
+    out_a, lse_a = attend(pages, lengths)
+    out_b, lse_b = attend(rest, own.meta.cache_seqlens - lengths)
+    lse = torch.logaddexp(lse_a, lse_b)
+    torch.testing.assert_close(lse, dense_lse, atol=1e-3, rtol=1e-4)
+    merged = out_a * (lse_a - lse).exp() + out_b * (lse_b - lse).exp()
+    torch.testing.assert_close(merged, dense, atol=2e-3, rtol=1e-2)
+
+
+def sparse_backend(backend: CudaBackend, case: Indexed) -> SparseBackend:
+    return SparseBackend(backend, HySparseConfig(floor_tokens=256), {0: case.index})
+
+
+def test_the_sparse_backend_indexes_what_it_stores_and_selects(backend: CudaBackend) -> None:
+    own = indexed_step(backend, [6400, 64, 1280], PageLayout(2, 128, torch.bfloat16))
+    before = own.index.vectors.clone()
+    wrapped = sparse_backend(backend, own)
+    key, value = own.step.key[-1280:], own.step.value[-1280:]
+    own.index.vectors.fill_(math.nan)
+    wrapped.store(own.step.layer, own.step.key, own.step.value, own.step.slots)
+    assert torch.equal(own.index.vectors.nan_to_num(9), before.nan_to_num(9))
+    meta = replace(own.meta, sparsity=everyone(own.meta, 0.65))
+    wrapped.plan(meta)
+    wrapped.store(own.step.layer, key[-1:], value[-1:], own.step.slots[-1:])
+    out = wrapped.run(own.step.query, own.step.layer, meta, scale=own.scale)
+    dense = backend.run(own.step.query, own.step.layer, own.meta, scale=own.scale)
+    assert isinstance(out, torch.Tensor)
+    assert isinstance(dense, torch.Tensor)
+    assert not torch.equal(out[0], dense[0])
+    assert torch.equal(out[1], dense[1])
+    assert bool(out.isfinite().all())
