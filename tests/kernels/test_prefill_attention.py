@@ -15,22 +15,15 @@ from support.cases import (
     FA3_VARLEN_LENGTHS,
     FP8_DTYPES,
     PAGES_AND_TILES,
-    Step,
-    build_step,
     pairwise,
 )
-from support.compare import (
-    assert_close_enough,
-    assert_lse_close,
-    same_precision_attention,
-    visible,
-)
-from support.device import DEVICE, Truth, as_stored
+from support.compare import assert_close_enough
+from support.device import DEVICE
+from support.prefill import check, packed_step, run, truth_of
 
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
-from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -69,127 +62,8 @@ CASES = list(
 )
 
 
-def packed_step(
-    lengths: tuple[tuple[int, int], ...], layout: PageLayout, **options: object
-) -> Step:
-    """Pages filled by the CUDA store; slots that no sequence owns stay NaN."""
-    step = build_step(lengths, layout, device=DEVICE, filled=False, **options)  # type: ignore[arg-type]
-    CudaBackend().store(step.layer, step.key, step.value, step.slots)
-    return step
-
-
-def truth_of(
-    step: Step,
-    *,
-    scale: float,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-) -> Truth:
-    """Sequence by sequence, in plain torch."""
-    key, value = as_stored(step)
-    group = step.query.shape[1] // key.shape[1]
-    causal = step.meta.causal
-    out = torch.zeros(step.query.shape, device=DEVICE)
-    lse = torch.full((step.query.shape[1], step.query.shape[0]), -math.inf, device=DEVICE)
-    same = torch.zeros_like(step.query)
-    starts = step.meta.cu_seqlens_q.tolist()
-    first_key = 0
-    for i, num_k in enumerate(step.meta.cache_seqlens.tolist()):
-        rows, keys = slice(starts[i], starts[i + 1]), slice(first_key, first_key + num_k)
-        num_q = rows.stop - rows.start
-        first_key += num_k
-        if not num_q or not num_k:
-            continue
-        scores = torch.einsum(
-            "qhd,khd->hqk", step.query[rows].float(), key[keys].repeat_interleave(group, 1)
-        )
-        scores *= scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        mask = visible(num_q, num_k, causal, window_left, window_right).to(DEVICE)
-        scores = scores.masked_fill(~mask, -math.inf)
-        lse[:, rows] = torch.logsumexp(scores, -1)
-        weights = torch.softmax(scores, -1).nan_to_num(0.0)
-        out[rows] = torch.einsum("hqk,khd->qhd", weights, value[keys].repeat_interleave(group, 1))
-        same[rows] = same_precision_attention(
-            step.query[rows],
-            key[keys],
-            value[keys],
-            scale=scale,
-            causal=causal,
-            window_left=window_left,
-            window_right=window_right,
-            softcap=softcap,
-        )
-    return Truth(out, lse, same)
-
-
-def run(
-    step: Step,
-    *,
-    scale: float,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    force_sm80: bool = False,
-    repeats: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and workspace poisoned beforehand; ``repeats`` runs of one plan must agree."""
-    query, meta, layout = step.query, step.meta, step.layer.layout
-    group = query.shape[1] // layout.num_kv_heads
-    num_bytes = workspace_bytes(
-        query.shape[0], meta.batch_size, group, layout.padded_head_dim, DEVICE
-    )
-    workspace = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
-    plan = plan_prefill(
-        workspace,
-        step.layer,
-        meta.cu_seqlens_q,
-        meta.cache_seqlens,
-        num_tokens=query.shape[0],
-        num_q_heads=query.shape[1],
-        causal=meta.causal,
-        window_left=window_left,
-        window_right=window_right,
-        deterministic=deterministic,
-        force_sm80=force_sm80,
-    )
-    results = []
-    for _ in range(repeats):
-        out = torch.full_like(query, math.nan)
-        lse = torch.full((query.shape[1], query.shape[0]), math.nan, device=DEVICE)
-        prefill_attention(
-            query,
-            step.layer,
-            meta.page_table,
-            meta.cache_seqlens,
-            plan,
-            out=out,
-            lse=lse,
-            scale=scale,
-            softcap=softcap,
-        )
-        results.append((out, lse))
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]), "the same plan gave other bits"
-        assert torch.equal(lse, results[0][1])
-    return results[0]
-
-
 def layout_of(kv_heads: int, head_dim: int, stored: torch.dtype, page_and_tile=(64, 64)):
     return PageLayout(kv_heads, head_dim, stored, *page_and_tile)
-
-
-def check(step: Step, *, softcap: float = 0.0, repeats: int = 2, **options: object) -> None:
-    variant = {k: options.pop(k) for k in ("deterministic", "force_sm80") if k in options}
-    truth = truth_of(step, softcap=softcap, **options)  # type: ignore[arg-type]
-    out, lse = run(step, softcap=softcap, repeats=repeats, **options, **variant)  # type: ignore[arg-type]
-    assert_close_enough(out, truth.out, truth.same_precision, softcap=softcap)
-    assert_lse_close(lse, truth.lse)
-    unseen = torch.isneginf(truth.lse).T
-    assert (out[unseen] == 0).all(), "rows that see no key must be exactly zero"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(v) for v in c.values()))
