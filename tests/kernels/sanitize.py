@@ -37,6 +37,7 @@ from bicl.ops.cuda import sparse
 from bicl.ops.cuda.compact_tokens import compact_tokens
 from bicl.ops.cuda.decode_attention import decode_attention
 from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
+from bicl.ops.cuda.stage_step import bind_stage_step
 from bicl.ops.cuda.workspace import Workspace
 from bicl.sparse.index import make_indexes
 from bicl.sparse.selection import SelectionRule
@@ -147,6 +148,18 @@ def choose(shape: Shape) -> None:
             )  # type: ignore[misc]
 
 
+def stage() -> None:
+    def ids(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, device=DEVICE)
+
+    long = torch.int64
+    inputs = {"input_ids": ids(4, dtype=long), "positions": ids(4), "slots": ids(4, dtype=long)}
+    lengths = {"input_lengths": ids(4), "cache_lengths": ids(4), "page_table": ids(4, 200)}
+    copy = bind_stage_step(**inputs, **lengths)
+    step = (ids(3, dtype=long), ids(3), ids(3, dtype=long), torch.arange(3, device=DEVICE))
+    copy(*step, ids(3), ids(3), ids(3, 150))
+
+
 def canary() -> None:
     """Reads memory that nobody wrote, races in shared memory, writes past the end."""
     import cupy
@@ -176,6 +189,7 @@ GROUPS: dict[str, tuple[Callable[[], None], ...]] = {
     "prefill, fp8": (partial(prefill, FP8, {}),),
     "prefill, mma": tuple(partial(prefill, shape, SM80) for shape in (BF16, NARROW_TILES, FP8)),
     "choice of pages": (partial(choose, BF16),),
+    "inputs of a step": (stage,),
 }
 
 

@@ -7,6 +7,7 @@ with an empty kernel cache. The whole suite runs that way, too: ``--kernels-from
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ CASES = {
     ("compact_tokens_kernel",): [
         "test_compact_tokens.py::test_compacted_tokens_lie_side_by_side[page_and_tile0-bf16]"
     ],
+    ("stage_step_kernel",): ["test_stage_step.py::test_rows_are_copied_and_the_rest_is_empty"],
     ("decode_kernel",): [
         "test_decode_attention.py::test_empty_sequences_give_zeros",
         f"{DECODE}[5-False-True]",
@@ -63,7 +65,8 @@ def test_kernels_compiled_on_the_card_are_right(kernels: tuple[str, ...], tmp_pa
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(CASES[kernels])} passed" in done.stdout
+    assert re.search(r"\d+ passed", done.stdout)
+    assert "skipped" not in done.stdout
     kept = [path.read_bytes().partition(b"\0")[0].decode() for path in tmp_path.glob("bicl_*")]
     for kernel in kernels:
         assert any(kernel in symbol for symbol in kept), kept
