@@ -55,10 +55,10 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
 HEAD = """# Support matrix
 
 Written from the results of the tests with text-generation-inference's real shard (float32, CPU);
-do not edit. Tokens equal those of plain transformers, or, for fp8 caches and DeepSeek, those of the
-same prompt alone and in one piece. Pages are full of NaN before they are written. In the column of
-random traffic, free pages must stay so, and attention inside the shard is compared with PyTorch's
-over keys and values kept apart from the pages (not for fp8).
+do not edit. Tokens equal those of plain transformers, or, for fp8 caches, those of the same prompt
+alone and in one piece. Pages are full of NaN before they are written. In the column of random
+traffic, free pages must stay so, and attention inside the shard is compared with PyTorch's over
+keys and values kept apart from the pages (not for fp8).
 
 `yes`: all cases of the column hold. `-`: text-generation-inference does not do it there, or the
 row has no adapters, no host cache or no disk cache.
