@@ -32,9 +32,11 @@ def get_model():
 import os
 ATTENTION = os.environ["ATTENTION"]
 BLOCK_SIZE = 256
+CUDA_GRAPHS = [2, 1]
 """,
     "models/model.py": "from text_generation_server.models.globals import BLOCK_SIZE\n",
     "models/flash_causal_lm.py": """
+from text_generation_server.models.globals import CUDA_GRAPHS
 from text_generation_server.models.model import BLOCK_SIZE
 from text_generation_server.layers.attention import KVCache
 def get_free_memory(device, memory_fraction):
@@ -45,6 +47,7 @@ class FlashCausalLMBatch:
         return pb
 class FlashCausalLM:
     def init_kv_cache(self): pass
+    def forward(self, batch, adapter_data): pass
     def generate_token(self, batch): pass
     def warmup(self, batch): pass
 """,

@@ -38,6 +38,15 @@ def test_default_page_size_is_64(tree: Path, patches: Path) -> None:
     assert done.stdout.startswith("64 ")
 
 
+@pytest.mark.parametrize(("adapters", "graphs"), [("", "[2, 1]"), ("poet=/models/poet", "None")])
+def test_graphs_which_leave_adapters_out_are_off_with_them(
+    tree: Path, patches: Path, adapters: str, graphs: str
+) -> None:
+    code = "from text_generation_server.models.flash_causal_lm import CUDA_GRAPHS as graphs\n"
+    done = run_python(start(code + "print(graphs)"), tree, patches / "hook", LORA_ADAPTERS=adapters)
+    assert done.stdout == f"{graphs}\n", done.stderr
+
+
 def test_disable_leaves_stock_tgi(tree: Path, patches: Path) -> None:
     done = run_python(start(), tree, patches / "hook", BICL_DISABLE="1", ATTENTION="paged")
     assert done.stdout == "256 stock True stock\n"
