@@ -1,0 +1,94 @@
+"""Print the tables of decode steps in TGI's shard and say which targets are met.
+
+``python -m bench.tgi.summary [bench/results/tgi-h200.json]``; exits 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+DEFAULT = Path("bench/results/tgi-h200.json")
+OURS, HALF, STOCK, CORES = "bicl", "bicl-fp8", "flashinfer-p1", "flashinfer-p1-tc"
+GAINS = {"32x4096": 1.3, "8x16384": 1.3, "32x16384": 1.4}  # over TGI's default; else GAIN
+GAIN, GAIN_OVER_CORES = 1.2, 1.07
+GAIN_OF_FP8 = {"32x4096": 1.15}
+
+Steps = Mapping[str, Mapping[str, Mapping[str, Any]]]  # by shape and path
+
+
+def load(path: Path) -> Steps:
+    steps: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        steps.setdefault(row["shape"], {})[row["impl"]] = row
+    return steps
+
+
+def ratio(step: Mapping[str, Mapping[str, Any]], slow: str, fast: str) -> float | None:
+    if slow not in step or fast not in step:
+        return None
+    return float(step[slow]["us"]) / float(step[fast]["us"])
+
+
+def step_table(steps: Steps) -> str:
+    """The shard's own time of a step, ms, and how many times as long the others take."""
+    lines = [
+        "| batch x context | BICL | TGI's default | is | tensor cores | is | fp8 pages | gain |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for shape, step in steps.items():
+        gains = [(STOCK, OURS), (CORES, OURS), (OURS, HALF)]
+        over = ["-" if (r := ratio(step, *g)) is None else f"{r:.2f}x" for g in gains]
+        ms = {name: f"{row['us'] / 1000:.2f}" for name, row in step.items()}
+        cells = [f"**{ms.get(OURS, '-')}**", ms.get(STOCK, "-"), over[0], ms.get(CORES, "-")]
+        cells += [over[1], ms.get(HALF, "-"), over[2]]
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parts_table(steps: Steps) -> str:
+    """Where a step's time goes and where the gain over TGI's default comes from, ms."""
+    lines = [
+        "| batch x context | before the graph | graph | after it | default: before | graph | after "
+        "| gained on the GPU | gained on the host |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for shape, step in steps.items():
+        both = [step.get(OURS, {}), step.get(STOCK, {})]
+        if not all("graph_us" in row for row in both):
+            continue
+        parts = [[row[f"{p}_us"] / 1000 for p in ("before", "graph", "after")] for row in both]
+        ours, theirs = parts
+        gained = theirs[1] - ours[1], theirs[0] + theirs[2] - ours[0] - ours[2]
+        cells = [f"{value:.2f}" for value in (*ours, *theirs, *gained)]
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def verdicts(steps: Steps) -> Iterator[tuple[str, float | None, float]]:
+    """What was promised, what was measured (None: not), and the least that meets it."""
+    for shape, step in steps.items():
+        yield f"{shape} over TGI's default", ratio(step, STOCK, OURS), GAINS.get(shape, GAIN)
+        yield f"{shape} over tensor cores", ratio(step, CORES, OURS), GAIN_OVER_CORES
+        if shape in GAIN_OF_FP8:
+            yield f"{shape} with fp8 pages", ratio(step, OURS, HALF), GAIN_OF_FP8[shape]
+
+
+def main() -> int:
+    steps = load(Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT)
+    print(step_table(steps), parts_table(steps), sep="\n\n")
+    missed = 0
+    print()
+    for what, value, least in verdicts(steps):
+        met = value is not None and value >= least
+        missed += not met
+        shown = "not measured" if value is None else f"{value:.3f}"
+        print(f"{'met   ' if met else 'MISSED'} {what:<32} {shown:>12} (at least {least})")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
