@@ -1,6 +1,6 @@
 """Host time of prefix lookup, acquire (lookup, lock, allocation), release and commit.
 
-    python bench/cache/bench_lookup.py [--output FILE] [--rounds N] [--page-size P]
+    python -m bench.cache.bench_lookup [--output FILE] [--rounds N] [--page-size P]
 
 Shapes: one long run of pages; the same length as a chain of 16 turns with 63 sibling branches at
 each; a full pool, where every acquire is a miss and must evict its whole length. Commit is that of
@@ -12,21 +12,15 @@ JSON file.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
+from bench.record import machine, save
 from bench.traces.ledger import ledger_tiers
 from bicl.cache.keys import PackedIds, pack_ids
 from bicl.cache.manager import CacheManager
@@ -188,24 +182,7 @@ def main() -> None:
             *(f"{line[name]['median']:16.1f}" for name in columns),
         )
     output = args.output or Path(__file__).parents[1] / "results" / "cache_lookup.json"
-    report = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "cpu": cpu_name(),
-        "command": shlex.join(["python", "bench/cache/bench_lookup.py", *sys.argv[1:]]),
-        "page_size": args.page_size,
-        "rounds": args.rounds,
-        "rows": rows,
-    }
-    output.write_text(json.dumps(report, indent=1) + "\n")
-    print("written to", output)
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()} ({len(names)} cores)"
+    save(output, machine(page_size=args.page_size, rounds=args.rounds), rows)
 
 
 if __name__ == "__main__":

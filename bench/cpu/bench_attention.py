@@ -1,6 +1,6 @@
 """One layer's cache update and attention on the CPU, against torch on contiguous K and V.
 
-    python bench/cpu/bench_attention.py [--threads N] [--rounds N] [--output FILE]
+    python -m bench.cpu.bench_attention [--threads N] [--rounds N] [--output FILE]
 
 Contestants, timed in turns:
 
@@ -17,12 +17,6 @@ Medians in microseconds, with 20th and 80th percentiles in the JSON file.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +24,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from bench.record import machine, save
 from bench.timing import Sample, summarise
 from bicl.attention.cpu import CpuBackend
 from bicl.attention.metadata import AttentionMetadata
@@ -180,16 +175,8 @@ def main() -> None:
                     for name, sample in samples.items()
                 ]
     if arguments.output:
-        meta = {
-            "machine": platform.processor() or platform.machine(),
-            "threads": arguments.threads,
-            "torch": torch.__version__,
-            "date": datetime.date.today().isoformat(),
-            "command": shlex.join(sys.argv),
-            "rounds": arguments.rounds,
-            "load_average": os.getloadavg()[0],
-        }
-        arguments.output.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        meta = machine(threads=arguments.threads, rounds=arguments.rounds)
+        save(arguments.output, meta, rows)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shlex
 import subprocess
 import sys
@@ -22,10 +23,11 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The checked-out commit, marked if files differ from it; None outside a repository."""
+    """The checked-out commit, marked if files differ from it; outside a repository what
+    ``BENCH_COMMIT`` says."""
     head = _output("git", "rev-parse", "--short=12", "HEAD")
     if head is None:
-        return None
+        return os.environ.get("BENCH_COMMIT")
     return head + ("+changes" if _output("git", "status", "--porcelain", "-uno") else "")
 
 

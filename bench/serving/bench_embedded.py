@@ -1,6 +1,6 @@
 """The embedded server's engine on the CPU, against plain transformers ``generate``.
 
-    python bench/serving/bench_embedded.py [--model PATH] [--dtype D] [--threads N] [--output FILE]
+    python -m bench.serving.bench_embedded [--model PATH] [--dtype D] [--threads N] [--output FILE]
 
 Contestants take turns in one process, on the same weights:
 
@@ -17,12 +17,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import itertools
-import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -31,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from bench.record import machine, save
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
 from bicl.frontends.http.request import GenerationParams, GenerationRequest
@@ -180,21 +177,16 @@ def main() -> int:
             f"{row['value']:>10} {row['unit']:<10}{row['ratio']:>6}{row['target']:>6}"
         )
     if options.output:
-        result = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": shlex.join(["python", *sys.argv]),
-            "model": Path(str(model)).name,
-            "dtype": options.dtype,
-            "threads": options.threads,
-            "rounds": options.rounds,
-            "new_tokens": options.new_tokens,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "load_average_at_start": round(load_before, 2),
-            "rows": rows,
-            "seconds": {name: [round(t, 4) for t in values] for name, values in times.items()},
-        }
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        meta = machine(
+            model=Path(str(model)).name,
+            dtype=options.dtype,
+            threads=options.threads,
+            rounds=options.rounds,
+            new_tokens=options.new_tokens,
+            load_average=round(load_before, 2),
+        )
+        seconds = {name: [round(t, 4) for t in values] for name, values in times.items()}
+        save(options.output, meta | {"seconds": seconds}, rows)
     return 0
 
 
