@@ -3,10 +3,10 @@
 * **traffic**: requests of chat-shaped lengths come at a fixed rate, whatever the engine answers.
   CUPTI records every kernel. A store kernel is exposed while no other kernel runs;
   ``store_kernels`` counts all of its time, hidden or not, and is the most that it could be.
-  ``host_share`` is what the host spends in ``backend.store``.
-* **decode**: the same for decode steps replayed from a CUDA graph.
-* **prefill**: one step captured in a CUDA graph with and without its store, in turns
-  (:mod:`bench.serving.steps`).
+  ``host_share`` is what the host spends in ``backend.store``. ``by_the_engines_clock`` is what the
+  server's own metric says (:mod:`bicl.attention.store_clock`).
+* **decode**, **prefill**: one step captured in a CUDA graph with and without its store, in turns
+  (:mod:`bench.serving.steps`), and the timeline of its kernels as above (``timeline``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.serving.load import CHAT, finish, open_loop, submit
-from bench.serving.steps import StepShape, captured_step, exposed
-from bicl.frontends.http.engine import Engine
+from bench.serving.steps import Exposed, Run, StepShape, exposed, step_pair
+from bicl.frontends.http.engine import Engine, EngineStats
 
 __all__ = ["decode_rows", "exposed_ns", "prefill_rows", "traffic_rows"]
 
@@ -74,34 +74,30 @@ def traffic_rows(
             rows.append({"case": f"exposed reordering, {kind}", **_share(steps, kernels), **load})
     total = sum(b - a for a, b, _ in watch.steps)
     rows[0]["host_share"] = watch.store_seconds * 1e9 / total
+    rows[0]["by_the_engines_clock"] = (_store_time(after) - _store_time(before)) / (total / 1e9)
     return rows
 
 
+def _store_time(stats: EngineStats) -> float:
+    return stats.prefill_store_time + stats.decode_store_time
+
+
 def decode_rows(
-    engine: Engine, shapes: Sequence[tuple[int, int]], *, replays: int = 8
+    engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: int, replays: int = 8
 ) -> list[dict[str, Any]]:
     """``shapes``: batch and context. Decode steps replayed from a graph, as the engine does."""
     rows = []
     for batch, context in shapes:
-        run = captured_step(engine._runner, StepShape((1,) * batch, (context - 1,) * batch))
-        run()
-        with _kernels(engine) as kernels:
-            for _ in range(replays):
-                run()
-        stores = [(begin, end) for begin, end, is_store in kernels if is_store]
-        others = [(begin, end) for begin, end, is_store in kernels if not is_store]
-        total = max((end for _, end, _ in kernels), default=1) - min(
-            (begin for begin, _, _ in kernels), default=0
-        )
+        shape = StepShape((1,) * batch, (context - 1,) * batch)
+        pair = step_pair(engine._runner, shape)
+        found = exposed(pair, engine.loaded.device, rounds=rounds)
         rows.append(
             {
                 "case": "exposed reordering in a decode step",
                 "shape": f"{batch}x{context}",
-                "value": exposed_ns(stores, others) / total,
-                "unit": "of step time",
-                "store_kernels": sum(end - begin for begin, end in stores) / total,
-                "stores_seen": len(stores),
-                "step_us": round(total / replays / 1e3, 1),
+                "value": found.share,
+                **_difference(found, rounds),
+                **_timeline(engine, pair[0], replays),
             }
         )
     return rows
@@ -113,23 +109,46 @@ def prefill_rows(
     """Speed of a prefill against one that writes nothing. ``shapes``: sequences, tokens of each."""
     rows = []
     for batch, tokens in shapes:
-        shape = StepShape((tokens,) * batch, (0,) * batch)
-        found = exposed(engine._runner, shape, clock=_clock(engine), rounds=rounds)
+        pair = step_pair(engine._runner, StepShape((tokens,) * batch, (0,) * batch))
+        found = exposed(pair, engine.loaded.device, rounds=rounds)
         rows.append(
             {
                 "case": "prefill with reordering",
                 "shape": f"{batch}x{tokens}",
                 "value": 1 - found.share,
+                **_difference(found, rounds),
                 "unit": "x",
-                "step_us": round(found.step_us, 1),
-                "store_us": round(found.store_us, 1),
+                **_timeline(engine, pair[0], 1),
             }
         )
     return rows
 
 
-def _clock(engine: Engine) -> str:
-    return "gpu" if engine.loaded.device.type == "cuda" else "wall"
+def _difference(found: Exposed, rounds: int) -> dict[str, Any]:
+    return {
+        "unit": "of step time",
+        "store_share_interval": [found.low_us / found.step_us, found.high_us / found.step_us],
+        "step_us": round(found.step_us, 1),
+        "store_us": round(found.store_us, 1),
+        "pairs": rounds,
+    }
+
+
+def _timeline(engine: Engine, run: Run, replays: int) -> dict[str, Any]:
+    """The same from the kernels' own begins and ends; nothing where there is no GPU."""
+    with _kernels(engine) as kernels:
+        for _ in range(replays):
+            run()
+    stores = [(begin, end) for begin, end, is_store in kernels if is_store]
+    others = [(begin, end) for begin, end, is_store in kernels if not is_store]
+    if not stores:
+        return {}
+    total = max(end for _, end, _ in kernels) - kernels[0][0]
+    return {
+        "timeline": exposed_ns(stores, others) / total,
+        "store_kernels": sum(end - begin for begin, end in stores) / total,
+        "stores_seen": len(stores),
+    }
 
 
 @contextmanager

@@ -107,6 +107,20 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
         ("bicl_cuda_graph_misses", "Decode steps without a captured graph", stats.graph_misses),
     ):
         yield CounterMetricFamily(name, text, value=value)
+    steps = CounterMetricFamily(
+        "bicl_step_seconds", "Time of forward steps with their sampling", labels=["step"]
+    )
+    steps.add_metric(["prefill"], stats.prefill_time)
+    steps.add_metric(["decode"], stats.decode_time)
+    yield steps
+    stores = CounterMetricFamily(
+        "bicl_reordering_exposed_seconds",
+        "Most of that time that writing pages took and nothing hid",
+        labels=["step"],
+    )
+    stores.add_metric(["prefill"], stats.prefill_store_time)
+    stores.add_metric(["decode"], stats.decode_store_time)
+    yield stores
     outcomes = CounterMetricFamily("bicl_requests", "Requests by outcome", labels=["outcome"])
     outcomes.add_metric(["finished"], stats.finished)
     outcomes.add_metric(["aborted"], stats.aborted)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from bicl.attention.backend import AttentionBackend, make_backend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import KVPool
+from bicl.attention.store_clock import StoreClock
 from bicl.cache.tiers import Fetch
 from bicl.errors import InvalidInputError
 from bicl.frontends.transformers.geometry import inspect_model
@@ -31,6 +32,7 @@ class PackedCache(PagedCache):
     Attributes:
         meta: the step's metadata; set before every forward call.
         arrivals: copies of pages under way, which each layer joins before it reads them.
+        clock: times the store of its layer; ``None``: nothing is timed.
     """
 
     def __init__(self, pool: KVPool, backend: AttentionBackend) -> None:
@@ -39,6 +41,7 @@ class PackedCache(PagedCache):
         self.backend = backend
         self.meta: AttentionMetadata | None = None
         self.arrivals: Sequence[Fetch] = ()
+        self.clock: StoreClock | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are always given; the models' own guess is never used
@@ -59,9 +62,16 @@ class PackedCache(PagedCache):
         for fetch in self.arrivals:
             fetch.join(rows.layer_idx)
         layer = self.pool.layers[rows.layer_idx]
+        clock = self.clock
+        if clock is not None and clock.layer != rows.layer_idx:
+            clock = None
+        if clock is not None:
+            clock.begin()
         self.backend.store(
             layer, rows.key[0].transpose(0, 1), rows.value[0].transpose(0, 1), meta.slot_mapping
         )
+        if clock is not None:
+            clock.end()
         out = self.backend.run(
             query[0].transpose(0, 1),
             layer,

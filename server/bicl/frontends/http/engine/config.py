@@ -147,6 +147,9 @@ class StepRecord:
         forward_time: the model, from input tensors to logits (TGI: forward_duration).
         sample_time: sampling, stopping and detokenising (TGI: decode_duration).
         total_time: the whole step (TGI: inference_duration).
+        store_time: at most so much of it went into writing pages and was hidden by nothing; see
+            :class:`~bicl.attention.store_clock.StoreClock`. A chunk that nobody waited for may
+            be told with the step after it.
     """
 
     kind: StepKind
@@ -157,6 +160,7 @@ class StepRecord:
     forward_time: float
     sample_time: float
     total_time: float
+    store_time: float = 0.0
 
 
 class EngineObserver(Protocol):
@@ -234,7 +238,8 @@ class EngineStats:
         evicted_pages: cached pages given up for new ones; ``evicted_age_ms`` is the sum of the
             times since their last use.
         preemptions: times a running request was put back into the queue.
-        steps, prefill_steps, decode_steps: forward steps; their seconds in the ``_time`` fields.
+        steps, prefill_steps, decode_steps: forward steps; their seconds in the ``_time`` fields,
+            of which writing pages took at most those in the ``_store_time`` fields.
         finished, aborted, failed: requests by outcome.
         prefilled_tokens, generated_tokens: tokens computed and emitted.
         graph_misses: decode steps that a CUDA graph could have taken but none was captured for.
@@ -269,6 +274,8 @@ class EngineStats:
     decode_steps: int = 0
     prefill_time: float = 0.0
     decode_time: float = 0.0
+    prefill_store_time: float = 0.0
+    decode_store_time: float = 0.0
     finished: int = 0
     aborted: int = 0
     failed: int = 0

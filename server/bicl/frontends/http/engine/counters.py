@@ -25,6 +25,7 @@ class Counters:
         self._outcomes: Counter[Outcome] = Counter()
         self._steps: Counter[StepKind] = Counter()
         self._seconds = dict.fromkeys(StepKind, 0.0)
+        self._store_seconds = dict.fromkeys(StepKind, 0.0)
         self._prefilled = 0
         self._generated = 0
 
@@ -34,6 +35,7 @@ class Counters:
     def step(self, record: StepRecord) -> None:
         self._steps[record.kind] += 1
         self._seconds[record.kind] += record.total_time
+        self._store_seconds[record.kind] += record.store_time
         self._generated += record.num_generated
         self._prefilled += record.num_prompt_tokens
 
@@ -75,6 +77,8 @@ class Counters:
             decode_steps=self._steps[StepKind.DECODE],
             prefill_time=self._seconds[StepKind.PREFILL],
             decode_time=self._seconds[StepKind.DECODE],
+            prefill_store_time=self._store_seconds[StepKind.PREFILL],
+            decode_store_time=self._store_seconds[StepKind.DECODE],
             finished=self._outcomes[Outcome.FINISHED],
             aborted=self._outcomes[Outcome.ABORTED],
             failed=self._outcomes[Outcome.FAILED],
@@ -88,7 +92,9 @@ class Counters:
         )
 
 
-def record_of(plan: Plan, num_generated: int, began: float, forwarded: float) -> StepRecord:
+def record_of(
+    plan: Plan, num_generated: int, began: float, forwarded: float, store_time: float
+) -> StepRecord:
     """A step that ends now. ``began`` and ``forwarded`` (its logits are there) as of
     ``time.perf_counter()``."""
     now = time.perf_counter()
@@ -102,4 +108,5 @@ def record_of(plan: Plan, num_generated: int, began: float, forwarded: float) ->
         forward_time=forwarded - began,
         sample_time=now - forwarded,
         total_time=now - began,
+        store_time=store_time,
     )

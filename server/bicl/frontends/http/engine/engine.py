@@ -95,6 +95,7 @@ class Engine:
         if self._tiers is not None:
             self._set_threads()
             measure(self._tiers, self.config, self._runner)
+        self._runner.clock.take()  # of the steps that served nobody
         self._thread = threading.Thread(target=self._loop, name="bicl-engine", daemon=True)
         self._thread.start()
         return self
@@ -390,7 +391,8 @@ class Engine:
                     self._observer.on_admitted(now - sequence.arrived, running)
 
     def _note_step(self, plan: Plan, num_generated: int, began: float, forwarded: float) -> None:
-        record = record_of(plan, num_generated, began, forwarded)
+        stored = self._runner.clock.take()
+        record = record_of(plan, num_generated, began, forwarded, stored)
         self._counters.step(record)
         if self._observer is not None:
             self._observer.on_step(record)

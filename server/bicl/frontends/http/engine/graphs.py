@@ -11,6 +11,7 @@ import torch
 
 from bicl.attention.backend import AttentionBackend
 from bicl.attention.metadata import AttentionMetadata
+from bicl.attention.store_clock import StoreClock, StoreSpan
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.transformers.packed import PackedModel
 
@@ -66,6 +67,7 @@ class GroupArrays(Protocol):
 class _Graph:
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
+    store: StoreSpan | None
 
 
 class DecodeGraphs:
@@ -76,6 +78,7 @@ class DecodeGraphs:
         backend: its attention.
         config: limits; graphs are made for batches up to ``max_batch_size``.
         device: the CUDA device.
+        clock: times stores.
     """
 
     def __init__(
@@ -84,8 +87,10 @@ class DecodeGraphs:
         backend: AttentionBackend,
         config: EngineConfig,
         device: torch.device,
+        clock: StoreClock,
     ) -> None:
         self._model = model
+        self._clock = clock
         self._backend = backend
         self._max_k = config.max_total_tokens
         self._sizes = capture_sizes(config.max_batch_size)
@@ -114,7 +119,7 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=pool):
                 logits = self._model(*arguments)
             pool = pool or graph.pool()
-            self._graphs[size, sparse] = _Graph(graph, logits)
+            self._graphs[size, sparse] = _Graph(graph, logits, self._clock.captured())
         self._copied.record()
 
     def replay(
@@ -150,6 +155,7 @@ class DecodeGraphs:
         self._copied.record()
         captured = self._graphs[key]
         captured.graph.replay()
+        self._clock.replayed(captured.store)
         return captured.logits[:batch].clone()
 
     def _arguments(

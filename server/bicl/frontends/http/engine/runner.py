@@ -13,6 +13,7 @@ import torch
 from bicl.attention.backend import AttentionBackend, make_backend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import KVPool
+from bicl.attention.store_clock import StoreClock
 from bicl.cache.sequence import PageCopy, SequencePages
 from bicl.cache.tiers import Fetch
 from bicl.frontends.http.engine.config import EngineConfig
@@ -44,6 +45,9 @@ class ModelRunner:
         loaded: the model.
         config: limits.
         num_pages: pages of the pool.
+
+    Attributes:
+        clock: times what the steps' stores hold up.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, num_pages: int) -> None:
@@ -71,7 +75,10 @@ class ModelRunner:
                 sparse_layers(loaded, config),
                 loaded.dtype,
             )
+        self.clock = StoreClock(self.device, len(self.pool.layers))
         self._cache = PackedCache(self.pool, self.backend)
+        if self.device.type == "cpu":
+            self._cache.clock = self.clock
         self._model = PackedModel(loaded.model, self._cache)
         max_pages = -(-config.max_total_tokens // config.page_size)
         self._table = np.zeros((config.max_batch_size, max_pages), dtype=np.int32)
@@ -82,7 +89,7 @@ class ModelRunner:
         self._group_pages: list[SequencePages | None] = [None] * config.max_batch_size
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and config.cuda_graphs:
-            self.graphs = DecodeGraphs(self._model, self.backend, config, self.device)
+            self.graphs = DecodeGraphs(self._model, self.backend, config, self.device, self.clock)
 
     def admit(self, sequence: Sequence) -> None:
         """A sequence took over row ``sequence.row`` of the page table."""
