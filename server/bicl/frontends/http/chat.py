@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from bicl.frontends.http.answers import finish_reason, now, usage
 from bicl.frontends.http.chat_template import DEFAULT_TOOL_PROMPT, ChatTemplate
 from bicl.frontends.http.errors import tool_error
+from bicl.frontends.http.openai import generate_parameters
 from bicl.frontends.http.request import FinishReason
 from bicl.frontends.http.schemas.chat import (
     ChatCompletionChoice,
@@ -23,7 +24,6 @@ from bicl.frontends.http.schemas.chat import (
     ToolCallDelta,
 )
 from bicl.frontends.http.schemas.generate import (
-    GenerateParameters,
     GenerateRequest,
     JsonGrammar,
     StreamResponse,
@@ -52,21 +52,12 @@ def to_generate(
         grammar = JsonGrammar(type="json", value=tool_schema(chosen))
     else:
         inputs = template.render(chat.messages)
-    greedy = chat.temperature == 0
-    parameters = GenerateParameters(
-        temperature=None if greedy else chat.temperature,
+    parameters = generate_parameters(
+        chat,
         # TGI's mapping; 0 means "no penalty" to every OpenAI client and stays so.
         repetition_penalty=chat.presence_penalty + 2.0 if chat.presence_penalty else None,
-        frequency_penalty=chat.frequency_penalty,
-        top_p=chat.top_p,
-        do_sample=not greedy,
-        max_new_tokens=chat.max_tokens,
-        stop=chat.stop or [],
-        details=True,
-        seed=chat.seed,
         top_n_tokens=chat.top_logprobs,
         grammar=grammar,
-        hy_sparse_config=chat.hy_sparse_config,
     )
     return GenerateRequest(inputs=inputs, parameters=parameters), bool(chosen)
 

@@ -24,6 +24,7 @@ from bicl.frontends.http.answers import (
 from bicl.frontends.http.body import JsonRoute
 from bicl.frontends.http.errors import WireError
 from bicl.frontends.http.inference import Generated, all_or_none
+from bicl.frontends.http.openai import generate_parameters
 from bicl.frontends.http.routes.common import (
     ERRORS,
     TAGS,
@@ -40,11 +41,7 @@ from bicl.frontends.http.schemas.completions import (
     CompletionFinal,
     CompletionRequest,
 )
-from bicl.frontends.http.schemas.generate import (
-    GenerateParameters,
-    GenerateRequest,
-    StreamResponse,
-)
+from bicl.frontends.http.schemas.generate import GenerateRequest, StreamResponse
 from bicl.frontends.http.server_state import ServerState
 from bicl.frontends.http.sse import DONE, EventStream, data
 from bicl.frontends.http.unsupported import refuse_unsupported
@@ -84,19 +81,7 @@ def _refuse(server: ServerState, body: CompletionRequest) -> None:
 
 
 def _to_generate(prompt: str, body: CompletionRequest) -> GenerateRequest:
-    greedy = body.temperature == 0
-    parameters = GenerateParameters(
-        temperature=None if greedy else body.temperature,
-        repetition_penalty=body.repetition_penalty,
-        frequency_penalty=body.frequency_penalty,
-        top_p=body.top_p,
-        do_sample=not greedy,
-        max_new_tokens=body.max_tokens,
-        stop=body.stop or [],
-        details=True,
-        seed=body.seed,
-        hy_sparse_config=body.hy_sparse_config,
-    )
+    parameters = generate_parameters(body, repetition_penalty=body.repetition_penalty)
     return GenerateRequest(inputs=prompt, parameters=parameters)
 
 
