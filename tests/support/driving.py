@@ -45,6 +45,12 @@ class Result:
         return self.last
 
 
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """Bytes of the tests' tokenizer; always the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, 199, (length,), generator=generator).tolist()
+
+
 def request(prompt: Sequence[int], max_new_tokens: int = 8, **options) -> GenerationRequest:
     """A request that ignores end-of-sequence tokens unless told otherwise."""
     outer = {key: options.pop(key) for key in ("salt", "adapter_id") if key in options}
@@ -87,6 +93,16 @@ def generate(engine: Engine, *requests: GenerationRequest) -> list[Result]:
     """Submit all at once to a running engine and wait."""
     streams = [engine.submit(one) for one in requests]
     return [collect(stream) for stream in streams]
+
+
+def answers(engine: Engine, *prompts: list[int], tokens: int = 24, **options) -> list[Result]:
+    """Submit prompts that differ in nothing else."""
+    return generate(engine, *[request(each, tokens, **options) for each in prompts])
+
+
+def token_facts(result: Result) -> list[tuple[int, float]]:
+    """Tokens and their log-probabilities, to the bit."""
+    return [(event.token.id, event.token.logprob) for event in result.tokens]
 
 
 def plain_twin(loaded: LoadedModel) -> PreTrainedModel:

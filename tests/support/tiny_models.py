@@ -89,7 +89,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_loaded(family: str) -> LoadedModel:
+def tiny_loaded(family: str, **overrides: object) -> LoadedModel:
     """A tiny model as the loader would return it."""
     register()
-    return describe(tiny_model(family, "bicl"), byte_tokenizer(), model_id=family, sha="tiny")
+    model = tiny_model(family, "bicl", **overrides)
+    return describe(model, byte_tokenizer(), model_id=family, sha="tiny")

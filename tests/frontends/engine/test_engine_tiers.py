@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.driving import collect, generate, request, run_steps, running, stepped
+from support.driving import random_prompt as prompt
 
 from bicl.cache.keys import Namespace, pack_ids
 from bicl.errors import ConfigError
@@ -23,11 +24,6 @@ from bicl.frontends.http.engine.sequence import Sequence
 from bicl.frontends.http.request import RequestDone
 
 HOST = {"host_cache_bytes": 64 << 20}
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, 199, (length,), generator=generator).tolist()
 
 
 @contextmanager

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.driving import collect, generate, request, run_steps, running, stepped
-from support.tiny_models import byte_tokenizer, tiny_loaded, tiny_model
+from support.driving import (
+    answers,
+    collect,
+    generate,
+    request,
+    run_steps,
+    running,
+    stepped,
+    token_facts,
+)
+from support.driving import random_prompt as prompt
+from support.tiny_models import tiny_loaded
 
 from bicl.errors import ConfigError
 from bicl.frontends.http.engine import Engine
-from bicl.frontends.http.loader import LoadedModel, describe
 from bicl.frontends.http.request import SparseOptions
-from bicl.frontends.transformers import register
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds
 
@@ -21,28 +29,6 @@ CONFIG = HySparseConfig(text_kind="off", layers="0-2/3", floor_tokens=128, spars
 BOUNDS = GuardBounds(shadow_interval=8, min_mass_kept=0.0)
 SPARSE = {"hysparse": CONFIG, "guard": BOUNDS}
 SIZES = {"max_total_tokens": 1000, "max_batch_size": 4, "max_batch_prefill_tokens": 300}
-
-
-def prompt(length: int, seed: int = 5) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, 260, (length,), generator=generator).tolist()
-
-
-def answers(engine: Engine, *prompts: list[int], tokens: int = 24, **options):
-    return generate(engine, *[request(each, tokens, **options) for each in prompts])
-
-
-def facts(result) -> list[tuple[int, float]]:
-    """Tokens and their log-probabilities, to the bit."""
-    return [(event.token.id, event.token.logprob) for event in result.tokens]
-
-
-@pytest.fixture(scope="module")
-def long_tiny() -> LoadedModel:
-    """The tiny model for 8k tokens."""
-    register()
-    model = tiny_model("llama", "bicl", max_position_embeddings=8192)
-    return describe(model, byte_tokenizer(), model_id="long", sha="long")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +48,7 @@ def sparse(tiny) -> Engine:
 def test_up_to_the_floor_all_is_dense_to_the_bit(dense, sparse, length: int) -> None:
     """(A57)"""
     (expected,), (result,) = answers(dense, prompt(length)), answers(sparse, prompt(length))
-    assert facts(result) == facts(expected)
+    assert token_facts(result) == token_facts(expected)
     told = result.done.usage.sparse
     assert (told.tiles_read, told.tiles_total, told.shadow_steps) == (0, 0, 0)
 
@@ -70,7 +56,7 @@ def test_up_to_the_floor_all_is_dense_to_the_bit(dense, sparse, length: int) -> 
 def test_a_request_that_asks_for_none_is_dense_to_the_bit(dense, sparse) -> None:
     (expected,) = answers(dense, prompt(600))
     (result,) = answers(sparse, prompt(600), sparse=SparseOptions(sparsity_ratio=0.0))
-    assert facts(result) == facts(expected)
+    assert token_facts(result) == token_facts(expected)
     assert result.done.usage.sparse.actual_ratio == 0.0
 
 
@@ -146,7 +132,7 @@ def test_steps_that_would_save_too_little_run_dense(tiny) -> None:
     assert stats.tiles_skipped == 0
     assert [t.token.logprob for t in alone[0].tokens] == [t.token.logprob for t in dense[0].tokens]
     assert alone[0].done.usage.sparse.tiles_total == 0
-    together, stats = run(*prompts, hysparse=CONFIG)
+    _, stats = run(*prompts, hysparse=CONFIG)
     assert stats.rows == {"sparse": 14}
     assert stats.tiles_skipped == 14 * 4 * LAYERS
 

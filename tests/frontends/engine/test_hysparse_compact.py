@@ -6,16 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.driving import collect, generate, request, run_steps, running, stepped
-from support.tiny_models import byte_tokenizer, tiny_model
+from support.driving import (
+    answers,
+    collect,
+    request,
+    run_steps,
+    running,
+    stepped,
+    token_facts,
+)
+from support.driving import random_prompt as prompt
 
 from bicl.errors import ConfigError
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.engine.compact import REVIEW_TOKENS
 from bicl.frontends.http.engine.sizing import num_pages, page_layouts
-from bicl.frontends.http.loader import LoadedModel, describe
 from bicl.frontends.http.request import SparseOptions
-from bicl.frontends.transformers import register
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds
 
@@ -25,19 +31,6 @@ CONFIG = HySparseConfig(
 BOUNDS = GuardBounds(min_mass_kept=0.0)
 COMPACT = {"hysparse": CONFIG, "guard": BOUNDS}
 SIZES = {"max_total_tokens": 1000, "max_batch_size": 4, "max_batch_prefill_tokens": 300}
-
-
-def prompt(length: int, seed: int = 5) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, 260, (length,), generator=generator).tolist()
-
-
-def answers(engine: Engine, *prompts: list[int], tokens: int = 24, **options):
-    return generate(engine, *[request(each, tokens, **options) for each in prompts])
-
-
-def facts(result) -> list[tuple[int, float]]:
-    return [(event.token.id, event.token.logprob) for event in result.tokens]
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +45,6 @@ def compact(tiny) -> Engine:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def long_tiny() -> LoadedModel:
-    register()
-    model = tiny_model("llama", "bicl", max_position_embeddings=8192)
-    return describe(model, byte_tokenizer(), model_id="long", sha="long")
-
-
 @pytest.fixture
 def cold(dense, compact) -> None:
     """Nothing is cached: chunks are cut alike."""
@@ -71,20 +57,20 @@ def cold(dense, compact) -> None:
 def test_up_to_the_floor_all_is_dense_to_the_bit(dense, compact, length: int) -> None:
     """(A57)"""
     (expected,), (result,) = answers(dense, prompt(length)), answers(compact, prompt(length))
-    assert facts(result) == facts(expected)
+    assert token_facts(result) == token_facts(expected)
 
 
 @pytest.mark.usefixtures("cold")
 def test_the_prompts_first_answer_token_is_dense_to_the_bit(dense, compact) -> None:
     (expected,), (result,) = answers(dense, prompt(600)), answers(compact, prompt(600))
-    assert facts(result)[0] == facts(expected)[0]
+    assert token_facts(result)[0] == token_facts(expected)[0]
 
 
 @pytest.mark.usefixtures("cold")
 def test_a_request_that_asks_for_none_is_dense_to_the_bit(dense, compact) -> None:
     (expected,) = answers(dense, prompt(601))
     (result,) = answers(compact, prompt(601), sparse=SparseOptions(sparsity_ratio=0.0))
-    assert facts(result) == facts(expected)
+    assert token_facts(result) == token_facts(expected)
 
 
 def test_a_long_request_gives_pages_up_and_says_so(compact) -> None:

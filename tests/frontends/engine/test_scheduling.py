@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from support.driving import collect, generate, request, run_steps, running, stepped
+from support.driving import random_prompt as prompt
 
 from bicl.errors import CapacityError, InvalidInputError, OverloadedError
 from bicl.frontends.http.request import RequestDone, RequestFailed
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, 199, (length,), generator=generator).tolist()
 
 
 def solo(loaded, one, **config):
