@@ -193,11 +193,29 @@ class PageAccounts:
         return FlushReport(freed, len(pages) - freed, pins, below)
 
     # --- integrity ---------------------------------------------------------------------------
+    def rebuild(self) -> None:
+        """Begin anew after a failed :meth:`check_integrity`, with every page free. What the tiers
+        hold stays; no copy of theirs may be under way.
+
+        Raises:
+            InvalidInputError: a sequence is live.
+        """
+        if self._live:
+            raise InvalidInputError(f"{len(self._live)} sequences are live; release them first")
+        self._allocator.reset()
+        self._index.reset()
+        self._pins.reset()
+        self._prefixes.reset()
+        if self._arrivals is not None:
+            self._arrivals.reset()
+        self.stats.rebuilds += 1
+
     def check_integrity(self) -> None:
         """Prove that every page is accounted for. Walks everything; for idle moments and tests.
 
         Raises:
-            IntegrityError: naming the contradiction. The owner must stop using the cache.
+            IntegrityError: naming the contradiction. The owner must stop using the cache, or
+                :meth:`rebuild` it.
         """
         self._allocator.check_integrity()
         locks = [seq._node for seq in self._live] + [seq._copy_node for seq in self._live]

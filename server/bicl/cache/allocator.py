@@ -28,8 +28,9 @@ class PageAllocator:
             )
         self.num_pages = num_pages
         self.reserved_pages = reserved_pages
-        self._free = list(range(num_pages - 1, reserved_pages - 1, -1))
+        self._free: list[int]
         self._counts: dict[int, int] = {}  # has a page exactly while it is allocated
+        self.reset()
 
     @property
     def usable_pages(self) -> int:
@@ -89,6 +90,11 @@ class PageAllocator:
         except KeyError as error:
             raise IntegrityError(f"page {error} is released but not allocated") from None
         return len(free) - before
+
+    def reset(self) -> None:
+        """Every usable page is free, whoever held it."""
+        self._free = list(range(self.num_pages - 1, self.reserved_pages - 1, -1))
+        self._counts.clear()
 
     def check_integrity(self) -> None:
         """Every usable page is either free or held.

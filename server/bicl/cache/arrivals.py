@@ -51,6 +51,10 @@ class Arrivals:
         self._abandoned.append(fetch)
         self.reap()
 
+    def reset(self) -> None:
+        """The allocator forgot everything; no copy is under way."""
+        self._abandoned.clear()
+
     def reap(self) -> None:
         """Free the pages of given-up fetches whose copies ended."""
         if not self._abandoned:

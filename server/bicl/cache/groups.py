@@ -131,6 +131,11 @@ class GroupedManager(CacheManager):
             first.dropped_pins + second.dropped_pins,
         )
 
+    def rebuild(self) -> None:
+        """See :meth:`CacheManager.rebuild`."""
+        super().rebuild()
+        self.group.rebuild()
+
     def check_integrity(self) -> None:
         """See :meth:`CacheManager.check_integrity`."""
         super().check_integrity()

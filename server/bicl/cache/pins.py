@@ -77,6 +77,11 @@ class PinTable:
             del self._pins[key]
         return len(gone)
 
+    def reset(self) -> None:
+        """The index forgot everything."""
+        self._pins.clear()
+        self._next_expiry = math.inf
+
     def nodes(self) -> Iterator[Node]:
         """The node each pin locks."""
         return (pin.node for pin in self._pins.values())

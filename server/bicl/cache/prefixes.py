@@ -161,6 +161,11 @@ class Prefixes:
             self._stats.evicted_pages += len(pages)
             self._stats.evicted_age_ms += len(pages) * int(1000 * (now - last_used))
 
+    def reset(self) -> None:
+        """The index and the allocator forgot everything; what the tiers hold stays."""
+        self.tags.clear_all()
+        self._unsound.clear()
+
     def forget_computed(self) -> None:
         """Weights changed: nothing was computed before."""
         self._computed.clear()

@@ -134,8 +134,8 @@ class Evicted(NamedTuple):
 def common_tokens(left: bytes | bytearray, right: bytes | bytearray, offset: int = 0) -> int:
     """Length of the common prefix of ``left`` and ``right[offset:]`` in tokens."""
     count = min(len(left), len(right) - offset) // ID_BYTES
-    if count <= 0:
-        return 0
+    if count <= 0 or left[:ID_BYTES] != right[offset : offset + ID_BYTES]:
+        return 0  # strangers: most of what is compared
     differ = np.frombuffer(left, np.int64, count) != np.frombuffer(right, np.int64, count, offset)
     first = int(differ.argmax())
     return first if differ[first] else count
@@ -177,8 +177,11 @@ class RadixIndex:
         found = self._descend(root, ids, max_tokens * ID_BYTES)
         return found if found.pages or found.partial else None
 
-    def _descend(self, node: Node, ids: bytes | bytearray, limit: int) -> Match:
-        """Follow ``ids[:limit]`` down from the end of ``node``."""
+    def _descend(
+        self, node: Node, ids: bytes | bytearray, limit: int, *, whole_pages: bool = False
+    ) -> Match:
+        """Follow ``ids[:limit]`` down from the end of ``node``. ``whole_pages``: look for no page
+        to copy from."""
         page_bytes, position = self.page_bytes, 0
         pages: list[int] = []
         keys: list[bytes] = []
@@ -196,11 +199,14 @@ class RadixIndex:
             matching = common_tokens(node.ids, ids, position) * ID_BYTES
             whole, rest = divmod(min(matching, limit - position), page_bytes)
             partial = None
-            if rest:
+            if rest and not whole_pages:
                 page, key = node.pages[whole], node.keys[whole]
                 partial = PartialPage(node, page, rest // ID_BYTES, key)
             return Match(node, whole, pages + node.pages[:whole], keys + node.keys[:whole], partial)
-        partial = self._best_child(node, bytes(ids[position : min(limit, position + page_bytes)]))
+        partial = None
+        if node.children and not whole_pages:
+            tail = bytes(ids[position : min(limit, position + page_bytes)])
+            partial = self._best_child(node, tail)
         return Match(node, len(node.pages), pages, keys, partial)
 
     @staticmethod
@@ -279,7 +285,7 @@ class RadixIndex:
         The lock moves to the end of the chain. Pages whose ids the tree holds already are not
         taken: there the chain runs through the tree's own pages.
         """
-        found = self._descend(node, ids, len(ids))
+        found = self._descend(node, ids, len(ids), whole_pages=True)
         end, present = self._cut(found), len(found.pages)
         dropped: list[int] = []
         if present < len(pages):
@@ -311,7 +317,7 @@ class RadixIndex:
     ) -> list[tuple[int, int, bytes]]:
         """Where the whole pages of ``ids`` after ``node`` are in the tree and in ``bad``, put those
         of ``pages`` in their place. Returns what went, what came, and its key."""
-        found = self._descend(node, ids, len(ids))
+        found = self._descend(node, ids, len(ids), whole_pages=True)
         swaps = [
             (old, new, key)
             for old, new, key in zip(found.pages, pages, found.keys, strict=False)
@@ -386,6 +392,12 @@ class RadixIndex:
                 self.num_pages -= count
             num_pages -= count
         return evicted
+
+    def reset(self) -> None:
+        """Forget everything, whatever state it is in. Locks are void."""
+        self.roots.clear()
+        self.unlocked.clear()
+        self.num_pages = self.num_locked_pages = 0
 
     def clear(self, namespace: Namespace) -> list[int]:
         """Forget a namespace, locked or not. Locks on it are void. Returns its pages."""

@@ -30,6 +30,7 @@ class CacheStats:
         block_misses: prompts' pages that were computed before, but are held no more. What was never
             computed counts as neither.
         tag_mismatches: indexed pages that did not carry their tag; their tokens were computed anew.
+        rebuilds: times that the bookkeeping contradicted itself and was begun anew.
     """
 
     queried_tokens: int = 0
@@ -48,6 +49,7 @@ class CacheStats:
     block_hits: int = 0
     block_misses: int = 0
     tag_mismatches: int = 0
+    rebuilds: int = 0
 
 
 @dataclass(frozen=True, slots=True)

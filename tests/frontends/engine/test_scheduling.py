@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from support.driving import collect, generate, request, run_steps, running, stepped
 from support.driving import random_prompt as prompt
 
 from bicl.errors import CapacityError, InvalidInputError, OverloadedError
+from bicl.frontends.http.engine import engine as engine_module
 from bicl.frontends.http.request import RequestDone, RequestFailed
 
 
@@ -240,6 +243,28 @@ def test_abort_in_queue_prefill_and_decode_frees_pages(tiny) -> None:
     stats = engine.snapshot()
     assert (stats.aborted, stats.batch_size, stats.queue_size, stats.pages_in_use) == (3, 0, 0, 0)
     assert isinstance(collect_rest(decoding), RequestFailed)
+
+
+def test_bookkeeping_that_contradicts_itself_is_begun_anew_and_serving_goes_on(
+    tiny, caplog, monkeypatch
+) -> None:
+    """(A23)"""
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.01)
+    ids = prompt(150)
+    with running(tiny) as engine:
+        first = generate(engine, request(ids))[0].ids
+        manager = engine._scheduler.manager
+        with engine._lock:
+            manager._index.num_pages += 1
+        generate(engine, request(prompt(3, seed=9)))  # a pause is checked once
+        deadline = time.monotonic() + 20
+        while not manager.stats.rebuilds and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert manager.stats.rebuilds == 1
+        assert "begun anew" in caplog.text
+        assert generate(engine, request(ids))[0].ids == first
+        assert engine.snapshot().pages_in_use == 0
+        engine.check_integrity()
 
 
 def collect_rest(stream):

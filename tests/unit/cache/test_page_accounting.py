@@ -9,7 +9,7 @@ from simulated_pool import Run, SimulatedPool
 
 from bicl.cache.keys import Namespace
 from bicl.cache.manager import CacheManager
-from bicl.errors import CapacityError, IntegrityError
+from bicl.errors import CapacityError, IntegrityError, InvalidInputError
 
 PAGE = 64
 
@@ -411,3 +411,14 @@ def test_spoilt_bookkeeping_is_found(spoil, contradiction: str) -> None:  # A23
     spoil(pool)
     with pytest.raises(IntegrityError, match=contradiction):
         pool.manager.check_integrity()
+    if pool.manager._live:  # whose pages nobody can tell any more
+        with pytest.raises(InvalidInputError, match="live"):
+            pool.manager.rebuild()
+        return
+    pool.manager.rebuild()
+    pool.manager.check_integrity()
+    assert pool.manager.gauges().free_pages == 16
+    assert pool.manager.stats.rebuilds == 1
+    assert pool.serve(tokens(128), []) == 0
+    assert pool.serve([*tokens(128), 9], []) == 128
+    pool.manager.check_integrity()

@@ -18,6 +18,10 @@ __all__ = ["SaveQueue"]
 BATCH_PAGES = 32
 """Copied at once: bounds how long a claim of one of them can take."""
 
+LINGER_SECONDS = 0.002
+"""From the first page that waits to its copy, so that one copy takes all that a step filled: what
+issues copies competes with what issues the computation."""
+
 
 @dataclass(eq=False)
 class _Batch:
@@ -37,7 +41,7 @@ class SaveQueue:
     Args:
         mover: copies.
         host: where to.
-        changed: lock and signal of the tiers.
+        lock, changed: of the tiers; ``changed`` tells of what ended.
         stats: counts here.
         saved: told about blocks that arrived, with the lock held.
     """
@@ -46,6 +50,7 @@ class SaveQueue:
         self,
         mover: PageMover,
         host: HostStore,
+        lock: threading.RLock,
         changed: threading.Condition,
         stats: TierStats,
         saved: Callable[[list[Block]], None],
@@ -59,6 +64,7 @@ class SaveQueue:
         self._by_page: dict[int, _Batch] = {}
         self._keys: set[bytes] = set()
         self._closing = False
+        self._work = threading.Condition(lock)
         self._thread = threading.Thread(target=self._loop, name="bicl-tier-save", daemon=True)
         self._thread.start()
 
@@ -68,7 +74,7 @@ class SaveQueue:
 
     def add(self, chain: PageChain, pages: Sequence[int], first: int, after: object) -> None:
         with self._changed:
-            batch = _Batch({}, after)
+            batch = self._open_batch(after)
             for number, page in enumerate(pages, first):
                 key = chain.key(number)
                 if key in self._keys or self._host.get(key) is not None:
@@ -84,7 +90,7 @@ class SaveQueue:
                     batch = _Batch({}, after)
             if batch.pages:
                 self._waiting.append(batch)
-            self._changed.notify_all()
+            self._work.notify()
 
     def claim(self, pages: Iterable[int]) -> None:
         if not self._by_page:
@@ -120,7 +126,7 @@ class SaveQueue:
     def close(self) -> None:
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
+            self._work.notify()
         self._thread.join()
 
     def _replace(self, page: int) -> None:
@@ -130,6 +136,15 @@ class SaveQueue:
             self._drop(page, batch.pages.pop(page))
 
     # --- inside ------------------------------------------------------------------------------
+    def _open_batch(self, after: object) -> _Batch:
+        """The last batch that waits, if there is room in it, no longer in the queue; or a new one.
+        What was issued before ``after`` was issued before the batch's own mark, too."""
+        if self._waiting and len(self._waiting[-1].pages) < BATCH_PAGES:
+            batch = self._waiting.pop()
+            batch.after = after
+            return batch
+        return _Batch({}, after)
+
     def _drop(self, page: int, block: Block) -> None:
         del self._by_page[page]
         self._keys.discard(block.key)
@@ -139,9 +154,12 @@ class SaveQueue:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
+                self._work.wait_for(lambda: self._waiting or self._closing)
+                self._work.wait_for(lambda: self._closing, LINGER_SECONDS)
                 if self._closing:
                     return
+                if not self._waiting:
+                    continue
                 batch = self._waiting.popleft()
                 self._take_slots(batch)
                 batch.issuing = True

@@ -79,7 +79,8 @@ class PageTiers:
         self.costs = TransferCosts(page_bytes, page_tokens)
         self.on_change = on_change
         self._stats = TierStats()
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
         arena = HostArena(page_bytes, host_bytes, pinned=pinned)
         self._clock = clock
         self._host = HostStore(arena, policy, clock)
@@ -103,7 +104,7 @@ class PageTiers:
                 clock=clock,
             )
             self._disk = DiskPipe(store, self._host, self._changed, self._stats, self.costs)
-        self._saves = SaveQueue(mover, self._host, self._changed, self._stats, self._saved)
+        self._saves = SaveQueue(mover, self._host, lock, self._changed, self._stats, self._saved)
         self._fetches: deque[Fetch] = deque()
         self._unmeasured: list[Fetch] = []  # settled, waiting times not known yet
         self._queued_pages = 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from bicl.cache.keys import Namespace, PageChain, root_key
-from bicl.cache.tiers import HostMover, PageTiers
+from bicl.cache.tiers import HostMover, PageTiers, saves
 from bicl.errors import CapacityError, ConfigError, TransferError
 
 PAGE = 4
@@ -466,6 +467,8 @@ def test_page_that_is_saved_again_before_its_copy_began_keeps_the_newer_name(
     one.fill([0])
     release = blocked(one, monkeypatch, "save")
     one.tiers.save(chain(PAGE, seed=1), [0])
+    while one.tiers._saves._waiting:  # until the copy of page 0 began, on its own
+        time.sleep(0.001)
     one.fill([1])
     one.tiers.save(chain(PAGE, seed=2), [1])
     held = one.fill([1], seed=9)
@@ -475,6 +478,25 @@ def test_page_that_is_saved_again_before_its_copy_began_keeps_the_newer_name(
     assert one.tiers.num_in_host(chain(PAGE, seed=2), 0, 1) == 0
     assert one.fetch(chain(PAGE, seed=3), [5]) == 1
     assert one.holds([5], held)
+
+
+def test_pages_of_one_step_are_saved_in_one_copy(rig, monkeypatch) -> None:
+    monkeypatch.setattr(saves, "LINGER_SECONDS", 0.3)
+    one = rig()
+    copies: list[list[int]] = []
+    save = one.tiers.mover.save
+
+    def counted(pages, *rest):
+        copies.append(list(pages))
+        return save(pages, *rest)
+
+    monkeypatch.setattr(one.tiers.mover, "save", counted)
+    one.fill([0, 1, 2, 3])
+    one.tiers.save(chain(PAGE, seed=1), [0])
+    one.tiers.save(chain(3 * PAGE, seed=2), [1, 2, 3])
+    one.tiers.claim([2])  # overwritten meanwhile
+    assert one.tiers.settle(10)
+    assert copies == [[0, 1, 3]]
 
 
 def test_missing_hash_package_is_named(rig, tmp_path, monkeypatch) -> None:

@@ -11,7 +11,13 @@ import torch
 
 from bicl.cache.manager import FlushReport
 from bicl.cache.tiers import TierStats
-from bicl.errors import BiclError, InvalidInputError, OverloadedError, TransferError
+from bicl.errors import (
+    BiclError,
+    IntegrityError,
+    InvalidInputError,
+    OverloadedError,
+    TransferError,
+)
 from bicl.frontends.http.engine.assembly import make_manager, make_sparse_control
 from bicl.frontends.http.engine.config import (
     EngineConfig,
@@ -26,7 +32,7 @@ from bicl.frontends.http.engine.grammar import GrammarCompiler
 from bicl.frontends.http.engine.runner import ModelRunner
 from bicl.frontends.http.engine.sampler import SamplingState
 from bicl.frontends.http.engine.scheduler import Chunk, Plan, Scheduler
-from bicl.frontends.http.engine.sequence import Sequence
+from bicl.frontends.http.engine.sequence import Sequence, check_ids
 from bicl.frontends.http.engine.sizing import num_pages
 from bicl.frontends.http.engine.stream import RequestStream
 from bicl.frontends.http.engine.text import Detokenizer, StopCheck
@@ -39,6 +45,9 @@ __all__ = ["Engine"]
 log = logging.getLogger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 3
+IDLE_SECONDS = 1.0
+"""Without a request before the bookkeeping is checked: nobody should wait for that."""
+
 PATIENCE_SECONDS = 0.01
 """Between looks at deadlines, while all there is to do waits for the tiers."""
 
@@ -109,7 +118,8 @@ class Engine:
             InvalidInputError: its id is live already, a token id is out of range, or its grammar
                 does not compile.
         """
-        self._check(request)
+        check_ids(request, self.loaded.vocab_size)
+        self._scheduler.refuse_oversize(len(request.prompt_ids), request.params.max_new_tokens)
         params = request.params
         grammar = self._grammars.start(params.grammar) if params.grammar else None
         stream = RequestStream(request.id, self.abort)
@@ -165,7 +175,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Memory of the pages and of what HySparse keeps beside them."""
-        return sum(tensor.nbytes for tensors in self._runner.page_tensors() for tensor in tensors)
+        return self._runner.cache_bytes
 
     def flush_cache(self, adapter_id: str | None = None) -> FlushReport:
         """Forget every cached prefix (or one adapter's), in all tiers. Live requests go on
@@ -196,19 +206,6 @@ class Engine:
                 sparse=SparseStats() if self._sparse is None else self._sparse.stats(),
             )
 
-    def _check(self, request: GenerationRequest) -> None:
-        num_prompt, new = len(request.prompt_ids), request.params.max_new_tokens
-        if num_prompt == 0 or new < 1:
-            raise InvalidInputError(
-                f"{num_prompt} prompt tokens, {new} new ones: at least 1 of each is needed"
-            )
-        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
-        if lowest < 0 or highest >= self.loaded.vocab_size:
-            raise InvalidInputError(
-                f"token ids {lowest}..{highest} are outside 0..{self.loaded.vocab_size - 1}"
-            )
-        self._scheduler.refuse_oversize(num_prompt, new)
-
     # --- the engine's thread -----------------------------------------------------------------
     def _loop(self) -> None:
         self._set_threads()
@@ -234,13 +231,26 @@ class Engine:
         """Take what arrived; sleep while there is nothing. False: stop."""
         with self._changed:
             self._take_arrivals()
-            if not self._stopping and not self._scheduler.everything():
-                self._scheduler.manager.check_integrity()
+            patience: float | None = IDLE_SECONDS
             while not self._stopping and not self._scheduler.everything():
                 self._changed.notify_all()  # drain waits for this
-                self._changed.wait()
+                if not self._changed.wait(patience) and self._books_are_sound():
+                    patience = None  # once in a pause
                 self._take_arrivals()
             return not self._stopping
+
+    def _books_are_sound(self) -> bool:
+        """Idle: a contradiction in the bookkeeping costs the cached prefixes, and nobody's
+        request. False: begun anew, or to be as soon as copies have ended."""
+        manager = self._scheduler.manager
+        try:
+            manager.check_integrity()
+        except IntegrityError as error:
+            log.error("the cache's bookkeeping contradicts itself and is begun anew: %s", error)
+            if not manager.waits_for_copies:
+                manager.rebuild()
+            return False
+        return True
 
     def _take_arrivals(self) -> None:
         while self._arrivals:

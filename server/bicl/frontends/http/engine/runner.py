@@ -111,6 +111,11 @@ class ModelRunner:
                 tensors[number].append(index.vectors)
         return tensors
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of :meth:`page_tensors`."""
+        return sum(tensor.nbytes for tensors in self.page_tensors() for tensor in tensors)
+
     def time_prefill(self, num_tokens: int) -> float:
         """Seconds that one chunk takes. Writes to the first pages, which nobody may be using."""
         pages = np.arange(-(-num_tokens // self.page_size), dtype=np.int32)

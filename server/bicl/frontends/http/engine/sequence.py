@@ -8,13 +8,14 @@ from enum import IntEnum
 from bicl.cache.keys import Namespace, PackedIds, pack_ids
 from bicl.cache.sequence import PageCopy, SequencePages
 from bicl.cache.tiers import Fetch, Promotion
+from bicl.errors import InvalidInputError
 from bicl.frontends.http.engine.sampler import SamplingState
 from bicl.frontends.http.engine.stream import RequestStream
 from bicl.frontends.http.engine.text import Detokenizer, StopCheck
 from bicl.frontends.http.request import GenerationRequest, PrefillToken, SparseUsage, Usage
 from bicl.sparse.row import SparseRow
 
-__all__ = ["LogitsNeed", "Sequence"]
+__all__ = ["LogitsNeed", "Sequence", "check_ids"]
 
 
 class LogitsNeed(IntEnum):
@@ -158,3 +159,19 @@ def _sparse_usage(row: SparseRow) -> SparseUsage:
         shadow_steps=row.shadow_steps,
         fallback=row.fallback,
     )
+
+
+def check_ids(request: GenerationRequest, vocab_size: int) -> None:
+    """Refuse a request that no model could answer.
+
+    Raises:
+        InvalidInputError: no tokens, none to generate, or ids outside the vocabulary.
+    """
+    num_prompt, new = len(request.prompt_ids), request.params.max_new_tokens
+    if num_prompt == 0 or new < 1:
+        raise InvalidInputError(
+            f"{num_prompt} prompt tokens, {new} new ones: at least 1 of each is needed"
+        )
+    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+    if lowest < 0 or highest >= vocab_size:
+        raise InvalidInputError(f"token ids {lowest}..{highest} are outside 0..{vocab_size - 1}")
