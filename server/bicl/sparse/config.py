@@ -25,8 +25,9 @@ REFERENCE_DEPTH = 32
 """Layers of the model that a bare range such as ``10-28`` speaks of."""
 
 MODES = ("select", "compact")
-VARIANTS = ("bounds", "gate")
-"""What a page's index holds: the minimum and maximum of its keys, or its mean gated key."""
+VARIANTS = ("centroids", "bounds", "gate")
+"""What a page's index holds: means of clusters of its keys, their minimum and maximum, or its mean
+gated key."""
 
 COMBINES = ("softmax", "sum", "max")
 """How the query heads of one KV head agree on one choice: each head's softmax over the pages,

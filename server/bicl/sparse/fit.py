@@ -18,9 +18,8 @@ from bicl.ops.cpu.sparse import combine_heads
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import (
     GATE_DIM,
-    BoundGate,
     Gate,
-    SpatialGate,
+    PageGate,
     make_gate,
     principal_directions,
     soft_top_k,
@@ -98,13 +97,14 @@ class FitReport:
 class _Lesson:
     """Pages of one recording: what the student sees, what the teacher knows.
 
-    ``mass`` float32 ``[R, Hq, W]``; ``candidate`` bool ``[R, W]``; ``budget`` float32 ``[R]``,
-    pages to choose among the candidates.
+    ``mass`` float32 ``[R, Hq, W]``; ``scored`` and ``candidate`` bool ``[R, W]``, what a softmax
+    runs over and what competes; ``budget`` float32 ``[R]``, pages to choose among the candidates.
     """
 
     query: torch.Tensor
-    pages: torch.Tensor  # boxes [W, H, 2, D], or keys [W, P, H, D]
+    pages: torch.Tensor  # index rows [W, H, rows, dims], or keys [W, P, H, D]
     mass: torch.Tensor
+    scored: torch.Tensor
     candidate: torch.Tensor
     budget: torch.Tensor
     num_kv_heads: int
@@ -126,7 +126,7 @@ def fit(
         recordings: by layer number, at least one text each.
         rule: which pages are always kept, how many in all.
         sparsity: share of the pages that will be left out.
-        steps: of the optimiser, for each layer (``bounds``) or for all of them (``gate``).
+        steps: of the optimiser, for each layer, or for all of them (``gate``).
         progress: called with steps done and steps to do.
 
     Raises:
@@ -195,14 +195,15 @@ def _lesson(
     mass = share[..., : width * size].reshape(*share.shape[:2], width, size).sum(dim=-1)
     tiles = (position // size + 1).int()
     place = torch.arange(width)
-    candidate = (place >= rule.first) & (place < (tiles - rule.recent)[:, None])
+    scored = place < (tiles - rule.recent)[:, None]
+    candidate = scored & (place >= rule.first)
     kept = rule.tiles_to_keep(tiles, torch.full((len(tiles),), sparsity))
     budget = (kept - (tiles - candidate.sum(1))).clamp_min(0).float()
     budget = budget.where(budget < candidate.sum(1), torch.zeros(()))  # nothing to choose
     pages = key[: width * size].view(width, size, *key.shape[1:])
-    if isinstance(gate, BoundGate):
-        pages = torch.stack((pages.amin(dim=1), pages.amax(dim=1)), dim=2)
-    return _Lesson(query, pages, mass, candidate, budget, heads, recording.scale)
+    if isinstance(gate, PageGate):
+        pages = gate.describe(pages.transpose(1, 2))
+    return _Lesson(query, pages, mass, scored, candidate, budget, heads, recording.scale)
 
 
 def _grouped(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -213,11 +214,11 @@ def _grouped(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 def _scores(gate: Gate, layer: int, lesson: _Lesson) -> torch.Tensor:
     """float32 ``[R, Hq, W]``, as the index will give them."""
     query = lesson.query
-    if isinstance(gate, BoundGate):
-        boxes, heads = lesson.pages.transpose(0, 1)[None], lesson.num_kv_heads
+    if isinstance(gate, PageGate):
+        pages, heads = lesson.pages.transpose(0, 1)[None], lesson.num_kv_heads
         rows = _grouped(query, heads).transpose(0, 1).reshape(1, -1, query.shape[2])
-        scores = gate.score(layer, rows, boxes, lesson.scale)
-        return scores.view(heads, len(query), -1, boxes.shape[2]).transpose(0, 1).flatten(1, 2)
+        scores = gate.score(rows, pages, gate.weights_of(layer), lesson.scale)
+        return scores.view(heads, len(query), -1, pages.shape[2]).transpose(0, 1).flatten(1, 2)
     keys = gate.project(lesson.pages, "key").mean(dim=1)
     directions = _grouped(gate.project(query, "query"), keys.shape[1])
     return torch.einsum("rhgd,whd->rhgw", directions, keys).flatten(1, 2) * gate.sharpness
@@ -235,7 +236,7 @@ def _loss(gate: Gate, layer: int, lesson: _Lesson) -> torch.Tensor:
     if not rows.any():
         return distilled
     heads = lesson.num_kv_heads
-    share = combine_heads(scores[rows], lesson.candidate[rows], heads, "softmax")
+    share = combine_heads(scores[rows], lesson.scored[rows], heads, "softmax")
     share = share.clamp_min(1e-9).log().masked_fill(hidden[rows], -torch.inf)
     kept = soft_top_k(share, lesson.budget[rows, None].expand(-1, heads), SOFTNESS)
     kept = kept.masked_fill(hidden[rows], 0.0).repeat_interleave(target.shape[1] // heads, dim=1)
@@ -252,7 +253,7 @@ def _lost(gate: Gate | None, layer: int, lessons: Sequence[_Lesson]) -> float:
             continue
         heads, true = lesson.num_kv_heads, lesson.mass.clamp_min(1e-12).log()
         scores = true if gate is None else _scores(gate, layer, lesson)
-        share = combine_heads(scores[rows], lesson.candidate[rows], heads, "softmax")
+        share = combine_heads(scores[rows], lesson.scored[rows], heads, "softmax")
         share = share.masked_fill(~lesson.candidate[rows, None], -1.0)
         rank = share.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         out = (rank >= lesson.budget[rows, None, None]) & lesson.candidate[rows, None]
@@ -267,7 +268,7 @@ def save_gate(path: str | Path, gate: Gate, facts: dict[str, str] | None = None)
     from safetensors.torch import save_file
 
     metadata = {"format": "bicl-hysparse-gate-1", "kind": gate.kind, "head_dim": str(gate.head_dim)}
-    if isinstance(gate, BoundGate):
+    if isinstance(gate, PageGate):
         metadata["layers"] = ",".join(map(str, gate.layers))
     tensors = {name: value.detach().contiguous() for name, value in gate.state_dict().items()}
     save_file(tensors, str(path), metadata | (facts or {}))
@@ -289,9 +290,7 @@ def load_gate(path: str | Path) -> Gate:
             raise ConfigError(f"its format is {metadata.get('format')!r}, not bicl-hysparse-gate-1")
         head_dim = int(metadata["head_dim"])
         layers = tuple(int(n) for n in metadata.get("layers", "").split(",") if n)
-        gate: Gate = (
-            BoundGate(layers, head_dim) if metadata["kind"] == "bounds" else SpatialGate(head_dim)
-        )
+        gate = make_gate(metadata["kind"], layers, head_dim)
         gate.load_state_dict(tensors)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise ConfigError(

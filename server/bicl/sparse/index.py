@@ -11,10 +11,20 @@ from torch.nn import functional as F
 
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
-from bicl.ops.cpu.sparse import bound_scores
-from bicl.sparse.sgm import GATE_DIM, BoundGate, Gate, check_gate, make_gate
+from bicl.sparse.sgm import (
+    CENTROID_TOKENS,
+    GATE_DIM,
+    PAGE_GATES,
+    Gate,
+    PageGate,
+    check_gate,
+    make_gate,
+)
 
 __all__ = ["LayerIndex", "index_bytes", "make_indexes"]
+
+SIZE_DIMS = 8
+"""Behind a centroid: the logarithm of its cluster's size, and zeros; 16 bytes, as kernels read."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +33,14 @@ class LayerIndex:
 
     Attributes:
         layer: the pages it describes.
-        vectors: ``[num_pages, H, 2, D]`` for ``bounds`` (minimum and maximum of each dim over the
-            page's keys), ``[num_pages, H, 1, R]`` for ``gate`` (mean of their gated directions).
-            Rows of pages that are not full hold anything.
-        kind: ``bounds`` or ``gate``.
-        weights: float32 ``[2, D]`` for ``bounds``: of the boxes' centres and half widths.
+        vectors: ``[num_pages, H, rows, dims]``: for ``centroids`` the means of clusters of the
+            page's keys, each with the logarithm of its size behind it and zeros up to a multiple
+            of 8; for ``bounds`` minimum and maximum of each dim over the page's keys; for ``gate``
+            one row, the mean of their gated directions. Rows of pages that are not full hold
+            anything.
+        kind: ``centroids``, ``bounds`` or ``gate``.
+        weights: float32 ``[sets, D]``, of the dims of ``centroids`` or of the boxes' centres and
+            half widths.
         query_weight, key_weight: ``[R, D]``, the gate's projections in the model's dtype.
         sharpness: what the gate's cosine is multiplied by to be compared in a softmax.
     """
@@ -46,17 +59,18 @@ class LayerIndex:
 
     def describe(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of ``vectors`` for full pages of keys, float32 ``[n, H, page_size, D]``."""
-        if self.kind == "bounds":
-            return torch.stack((keys.amin(dim=2), keys.amax(dim=2)), dim=2)
+        if self.kind in PAGE_GATES:
+            rows = PAGE_GATES[self.kind].describe(keys)
+            return F.pad(rows, (0, self.vectors.shape[-1] - rows.shape[-1]))
         assert self.key_weight is not None
         gated = (keys.to(self.key_weight.dtype) @ self.key_weight.t()).float()
         return F.normalize(gated, dim=-1).mean(dim=2, keepdim=True)
 
     def score(self, query: torch.Tensor, vectors: torch.Tensor, scale: float) -> torch.Tensor:
         """float32 ``[B, Hq, W]`` of ``query`` ``[B, Hq, D]`` against rows of the index,
-        ``[B, H, W, planes, dims]``."""
-        if self.kind == "bounds":
-            return bound_scores(query, vectors, self.weights, scale)
+        ``[B, H, W, rows, dims]``."""
+        if self.kind in PAGE_GATES:
+            return PAGE_GATES[self.kind].score(query, vectors, self.weights, scale)
         assert self.query_weight is not None
         gated = (query.to(self.query_weight.dtype) @ self.query_weight.t()).float()
         direction = F.normalize(gated, dim=-1).view(
@@ -81,7 +95,7 @@ def make_indexes(
 
     Args:
         layers: the sparse layers' pages, by layer number.
-        kind: ``bounds`` or ``gate``.
+        kind: ``centroids``, ``bounds`` or ``gate``.
         dtype: the model's; fp8 pages are indexed in it too.
         gate: a fitted one; None takes the analytic start.
 
@@ -100,7 +114,7 @@ def _make_index(number: int, layer: LayerCache, dtype: torch.dtype, gate: Gate) 
     layout, device = layer.layout, layer.device
     shape = (layer.num_pages, layout.num_kv_heads, *_shape(layout, gate.kind))
     vectors = torch.zeros(shape, dtype=dtype, device=device)
-    if isinstance(gate, BoundGate):
+    if isinstance(gate, PageGate):
         weights = gate.weights_of(number).detach().to(device).contiguous()
         return LayerIndex(layer, vectors, gate.kind, weights)
     return LayerIndex(
@@ -115,4 +129,7 @@ def _make_index(number: int, layer: LayerCache, dtype: torch.dtype, gate: Gate) 
 
 
 def _shape(layout: PageLayout, kind: str) -> tuple[int, int]:
+    """Rows of a page and KV head, and their length."""
+    if kind == "centroids":
+        return layout.page_size // CENTROID_TOKENS, layout.head_dim + SIZE_DIMS
     return (2, layout.head_dim) if kind == "bounds" else (1, GATE_DIM)

@@ -73,13 +73,14 @@ class HySparseSettings:
     )
     hysparse_variant: str | None = setting(
         None,
-        "What a tile's index holds: the bounds of its keys, or their gated mean. Default: bounds.",
+        "What a tile's index holds: centroids of its keys, their bounds, or their gated mean. "
+        "Default: bounds.",
         env="BICL_HYSPARSE_VARIANT",
         choices=VARIANTS,
     )
     hysparse_gate: str | None = setting(
         None,
-        "Weights that `bicl hysparse fit` wrote, for --hysparse-variant gate.",
+        "Weights that `bicl hysparse fit` wrote for this variant.",
         env="BICL_HYSPARSE_GATE",
     )
     hysparse_text_kind: str | None = setting(

@@ -1,10 +1,12 @@
 """The Spatial Gating Module: the few parameters that judge pages and tokens unread.
 
-Two forms, each under 5,000 parameters a model:
+Three forms, each under 5,000 parameters a model:
 
+``CentroidGate``
+    a weight a dimension for the centroids of a few clusters of a page's keys; what decode uses by
+    default.
 ``BoundGate``
-    two weights a dimension for the centre and the half width of the box around a page's keys;
-    what decode uses by default, and the cheapest to score.
+    two weights a dimension for the centre and the half width of the box around a page's keys.
 ``SpatialGate``
     the literal form: queries and keys projected to 128 dimensions by a diagonal plus low rank,
     compared by their cosine, one module for all layers and heads.
@@ -19,13 +21,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from bicl.errors import ConfigError
-from bicl.ops.cpu.sparse import bound_scores
+from bicl.ops.cpu.sparse import bound_scores, centroid_rows, centroid_scores
 
 __all__ = [
+    "CENTROID_TOKENS",
     "GATE_DIM",
     "MAX_PARAMETERS",
+    "PAGE_GATES",
     "BoundGate",
+    "CentroidGate",
     "Gate",
+    "PageGate",
     "SpatialGate",
     "check_gate",
     "make_gate",
@@ -35,14 +41,16 @@ __all__ = [
 
 GATE_DIM = 128
 MAX_PARAMETERS = 4_999
+CENTROID_TOKENS = 16
+"""Tokens of a page for each centroid of its index."""
 START_SLACK = 0.5
 """Start weight of a box's half width. 1 is Quest's upper bound; at 64 keys a box half of it ranks
 better (SmolLM2, 6k tokens, 35 % of the pages kept: 4.5 % of the attention lost against 5.6 %)."""
 START_SHARPNESS = 16.0
 
 
-class BoundGate(nn.Module):
-    """Weights of the boxes around the pages' keys, shared by the heads of a layer.
+class PageGate(nn.Module):
+    """Weights of each dimension for what the index keeps of a page, shared by a layer's heads.
 
     Models whose sparse layers would need more than 5,000 weights share them among neighbours.
 
@@ -51,33 +59,76 @@ class BoundGate(nn.Module):
         head_dim: the model's.
     """
 
-    kind = "bounds"
+    kind: str
+    START: tuple[float, ...]
+    """Of the sets of weights that a layer has, where nothing was fitted."""
 
     def __init__(self, layers: Sequence[int], head_dim: int) -> None:
         super().__init__()
         self.layers = tuple(layers)
         self.head_dim = head_dim
-        groups = min(len(self.layers), MAX_PARAMETERS // (2 * head_dim))
+        groups = min(len(self.layers), MAX_PARAMETERS // (len(self.START) * head_dim))
         if groups < 1:
             raise ConfigError(
                 f"a gate for {len(self.layers)} layers of head_dim {head_dim} does not fit into "
                 f"{MAX_PARAMETERS} parameters; name at least one sparse layer, head_dim at most "
-                f"{MAX_PARAMETERS // 2}"
+                f"{MAX_PARAMETERS // len(self.START)}"
             )
-        start = torch.tensor([1.0, START_SLACK]).view(1, 2, 1)
+        start = torch.tensor(self.START).view(1, -1, 1)
         self.weights = nn.Parameter(start.repeat(groups, 1, head_dim))
 
     def weights_of(self, layer: int) -> torch.Tensor:
-        """float32 ``[2, head_dim]``."""
+        """float32 ``[sets, head_dim]``."""
         place = self.layers.index(layer)
         weights: torch.Tensor = self.weights[place * len(self.weights) // len(self.layers)]
         return weights
 
+    @staticmethod
+    def describe(keys: torch.Tensor) -> torch.Tensor:
+        """Index rows, float32 ``[n, H, rows, dims]``, of full pages ``[n, H, page_size, D]``."""
+        raise NotImplementedError
+
+    @staticmethod
     def score(
-        self, layer: int, query: torch.Tensor, boxes: torch.Tensor, scale: float
+        query: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """As :func:`bicl.ops.cpu.sparse.bound_scores`, with this layer's weights."""
-        return bound_scores(query, boxes, self.weights_of(layer), scale)
+        """float32 ``[B, Hq, W]`` of ``query`` ``[B, Hq, D]``, ``rows`` ``[B, H, W, rows, dims]``
+        and a layer's weights."""
+        raise NotImplementedError
+
+
+class CentroidGate(PageGate):
+    """A page as the centroids of a few clusters of its keys; one weight a dimension."""
+
+    kind = "centroids"
+    START = (1.0,)
+
+    @staticmethod
+    def describe(keys: torch.Tensor) -> torch.Tensor:
+        return centroid_rows(keys, keys.shape[2] // CENTROID_TOKENS)
+
+    @staticmethod
+    def score(
+        query: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return centroid_scores(query, rows, weights[0], scale)
+
+
+class BoundGate(PageGate):
+    """A page as the box around its keys; two weights a dimension, of centre and half width."""
+
+    kind = "bounds"
+    START = (1.0, START_SLACK)
+
+    @staticmethod
+    def describe(keys: torch.Tensor) -> torch.Tensor:
+        return torch.stack((keys.amin(dim=2), keys.amax(dim=2)), dim=2)
+
+    @staticmethod
+    def score(
+        query: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return bound_scores(query, rows, weights, scale)
 
 
 class SpatialGate(nn.Module):
@@ -134,14 +185,17 @@ class SpatialGate(nn.Module):
         return torch.exp(self.log_sharpness)
 
 
-Gate = BoundGate | SpatialGate
+Gate = PageGate | SpatialGate
+PAGE_GATES: dict[str, type[PageGate]] = {gate.kind: gate for gate in (CentroidGate, BoundGate)}
 
 
 def make_gate(
     kind: str, layers: Sequence[int], head_dim: int, basis: torch.Tensor | None = None
 ) -> Gate:
     """The analytic start: nothing fitted yet. ``basis``: see :class:`SpatialGate`."""
-    return BoundGate(layers, head_dim) if kind == "bounds" else SpatialGate(head_dim, basis)
+    if kind in PAGE_GATES:
+        return PAGE_GATES[kind](layers, head_dim)
+    return SpatialGate(head_dim, basis)
 
 
 def principal_directions(keys: torch.Tensor) -> torch.Tensor:
@@ -167,7 +221,7 @@ def check_gate(gate: Gate, kind: str, layers: Sequence[int], head_dim: int) -> N
             f"the gate was made for head_dim {gate.head_dim}, the model has {head_dim}; run "
             "bicl hysparse fit on this model"
         )
-    if isinstance(gate, BoundGate) and (missing := sorted(set(layers) - set(gate.layers))):
+    if isinstance(gate, PageGate) and (missing := sorted(set(layers) - set(gate.layers))):
         raise ConfigError(
             f"the gate was fitted for layers {gate.layers[0]}-{gate.layers[-1]}, but layers "
             f"{', '.join(map(str, missing))} are sparse too; run bicl hysparse fit with the same "

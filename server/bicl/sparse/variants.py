@@ -1,22 +1,22 @@
 """Every way of choosing keys behind one interface: ours, the literal form, and the baselines.
 
-Serving uses ``bounds`` or ``gate`` through :mod:`bicl.sparse.backend`. Here all of them run in
-plain torch on any device, many decode rows at a time, so that they can be compared on equal terms:
-in each row each variant keeps as many keys as the tile rule allows, its first and recent windows
-among them.
+Serving uses ``centroids``, ``bounds`` or ``gate`` through :mod:`bicl.sparse.backend`. Here all of
+them run in plain torch on any device, many decode rows at a time, so that they can be compared on
+equal terms: in each row each variant keeps as many keys as the tile rule allows, its first and
+recent windows among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
 
-from bicl.ops.cpu.sparse import bound_scores, combine_heads, select_tiles
+from bicl.ops.cpu.sparse import centroid_rows, combine_heads, select_tiles
 from bicl.sparse.selection import SelectionRule
-from bicl.sparse.sgm import SpatialGate
+from bicl.sparse.sgm import CENTROID_TOKENS, PAGE_GATES, BoundGate, CentroidGate, SpatialGate
 
 __all__ = ["VARIANTS", "Choice", "DecodeRows", "kept_keys"]
 
@@ -53,17 +53,19 @@ class Choice:
     Attributes:
         rule: numbers of tiles.
         sparsity: float32 ``[R]``.
-        weights: float32 ``[2, D]``, of the boxes, for ``bounds``.
+        weights: of the layer's page gates, float32 ``[sets, D]``, by kind.
         gate: for the variants that score by the literal gate.
         combine: of query heads, for the tile variants.
+        dtype: of the index rows.
         seed: of ``random``.
     """
 
     rule: SelectionRule
     sparsity: torch.Tensor
-    weights: torch.Tensor
+    weights: Mapping[str, torch.Tensor]
     gate: SpatialGate
     combine: str = "softmax"
+    dtype: torch.dtype = torch.float32
     seed: int = 0
 
 
@@ -75,13 +77,27 @@ def kept_keys(variant: str, rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 
 # --- tiles ------------------------------------------------------------------------------------
+def _centroids(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    pages = _by_page(rows.key, choice.rule.page_size)
+    scores = _page_scores(rows, choice, "centroids", CentroidGate.describe(pages))
+    return _by_tiles(rows, choice, scores, choice.combine)
+
+
+def _centroids_fine(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """Twice as many, and so twice the index."""
+    pages = _by_page(rows.key, choice.rule.page_size)
+    described = centroid_rows(pages, 2 * pages.shape[2] // CENTROID_TOKENS)
+    scores = _page_scores(rows, choice, "centroids", described)
+    return _by_tiles(rows, choice, scores, choice.combine)
+
+
 def _bounds(rows: DecodeRows, choice: Choice) -> torch.Tensor:
-    return _by_tiles(rows, choice, _box_scores(rows, choice, choice.weights), choice.combine)
+    return _by_tiles(rows, choice, _box_scores(rows, choice), choice.combine)
 
 
 def _bounds_16(rows: DecodeRows, choice: Choice) -> torch.Tensor:
-    """Four boxes of 16 keys a page of 64, four times the index: what a finer index would give."""
-    scores = _box_scores(rows, choice, choice.weights, keys=16)
+    """Four boxes of 16 keys a page of 64, four times the index: what a finer box would give."""
+    scores = _box_scores(rows, choice, keys=16)
     parts = choice.rule.page_size // 16
     scores = F.pad(scores, (0, -scores.shape[2] % parts), value=-torch.inf)
     pages = scores.reshape(*scores.shape[:2], -1, parts).logsumexp(dim=-1)
@@ -90,12 +106,12 @@ def _bounds_16(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 def _quest(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     """Boxes as upper bounds; the paper has no shared KV heads, the maximum is its natural turn."""
-    scores = _box_scores(rows, choice, torch.ones_like(choice.weights))
-    return _by_tiles(rows, choice, scores, "max")
+    upper = replace(choice, weights={"bounds": torch.ones_like(choice.weights["bounds"])})
+    return _by_tiles(rows, choice, _box_scores(rows, upper), "max")
 
 
 def _gate(rows: DecodeRows, choice: Choice) -> torch.Tensor:
-    keys = _by_page(choice.gate.project(rows.key, "key"), choice.rule.page_size).mean(dim=1)
+    keys = _by_page(choice.gate.project(rows.key, "key"), choice.rule.page_size).mean(dim=2)
     query = _grouped(choice.gate.project(rows.query, "query"), rows.num_kv_heads)
     scores = torch.einsum("rhgd,whd->rhgw", query, keys).flatten(1, 2) * choice.gate.sharpness
     return _by_tiles(rows, choice, scores, choice.combine)
@@ -140,8 +156,7 @@ def _raw_global(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 def _tile_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     """Half of the sparsity by tiles, the rest by the gate's scores of the tokens in them."""
-    coarse = Choice(choice.rule, choice.sparsity / 2, choice.weights, choice.gate, choice.combine)
-    tiles = _bounds(rows, coarse)
+    tiles = _centroids(rows, replace(choice, sparsity=choice.sparsity / 2))
     cosine = _cosines(rows, choice) * choice.gate.sharpness
     return _by_tokens(rows, choice, cosine, choice.combine, among=tiles)
 
@@ -152,6 +167,8 @@ def _oracle_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 
 VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
+    "centroids": _centroids,
+    "centroids-fine": _centroids_fine,
     "bounds": _bounds,
     "bounds-16": _bounds_16,
     "gate": _gate,
@@ -173,10 +190,10 @@ def _grouped(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 
 def _by_page(keys: torch.Tensor, size: int) -> torch.Tensor:
-    """``[T, H, D]`` to ``[pages, size, H, D]``; the last page repeats its last key."""
+    """``[T, H, D]`` to ``[pages, H, size, D]``; the last page repeats its last key."""
     missing = -len(keys) % size
     padded = torch.cat((keys, keys[-1:].expand(missing, -1, -1)))
-    return padded.view(-1, size, *keys.shape[1:])
+    return padded.view(-1, size, *keys.shape[1:]).transpose(1, 2)
 
 
 def _true_scores(rows: DecodeRows) -> torch.Tensor:
@@ -193,17 +210,20 @@ def _cosines(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     return torch.einsum("rhgd,thd->rhgt", query, choice.gate.project(rows.key, "key")).flatten(1, 2)
 
 
-def _box_scores(
-    rows: DecodeRows, choice: Choice, weights: torch.Tensor, keys: int | None = None
-) -> torch.Tensor:
+def _box_scores(rows: DecodeRows, choice: Choice, keys: int | None = None) -> torch.Tensor:
     """Scores of boxes of ``keys`` keys each; of whole pages by default."""
-    pages = _by_page(rows.key, keys or choice.rule.page_size)
-    boxes = torch.stack((pages.amin(dim=1), pages.amax(dim=1)), dim=2)  # [W, H, 2, D]
+    boxes = BoundGate.describe(_by_page(rows.key, keys or choice.rule.page_size))
+    return _page_scores(rows, choice, "bounds", boxes)
+
+
+def _page_scores(rows: DecodeRows, choice: Choice, kind: str, pages: torch.Tensor) -> torch.Tensor:
+    """float32 ``[R, Hq, W]`` by index rows ``[W, H, rows, dims]``."""
     # All rows share the keys: one batch entry with all the rows as its heads.
     count, heads = rows.query.shape[0], rows.num_kv_heads
     query = _grouped(rows.query, heads).transpose(0, 1).reshape(1, -1, rows.query.shape[2])
-    scores = bound_scores(query, boxes.transpose(0, 1)[None], weights, rows.scale)
-    return scores.view(heads, count, -1, len(boxes)).transpose(0, 1).flatten(1, 2)
+    stored = pages.to(choice.dtype).transpose(0, 1)[None]
+    scores = PAGE_GATES[kind].score(query, stored, choice.weights[kind], rows.scale)
+    return scores.view(heads, count, -1, len(pages)).transpose(0, 1).flatten(1, 2)
 
 
 def _by_tiles(rows: DecodeRows, choice: Choice, scores: torch.Tensor, combine: str) -> torch.Tensor:
@@ -239,7 +259,7 @@ def _by_tokens(
     recent = place >= ((num_tiles - rule.recent) * rule.page_size)[:, None]
     seen = place < rows.shared[:, None]
     candidate = seen & ~first & ~recent
-    share = combine_heads(scores, candidate, heads, combine)
+    share = combine_heads(scores, seen & ~recent, heads, combine)
     share = share.masked_fill((first | recent)[:, None], torch.inf)
     if among is not None:
         share = share.masked_fill(~among & candidate[:, None], -torch.finfo(share.dtype).max)

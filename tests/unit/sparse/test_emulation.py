@@ -18,7 +18,7 @@ from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.index import make_indexes
 from bicl.sparse.selection import SelectionRule
-from bicl.sparse.sgm import BoundGate, SpatialGate
+from bicl.sparse.sgm import PAGE_GATES, SpatialGate
 from bicl.sparse.variants import Choice, DecodeRows, kept_keys
 
 PAGE, LAYERS, STEPS = 64, (1, 2), 64
@@ -74,7 +74,7 @@ def served(
     return torch.stack([step(n, n + 1, config.sparsity_ratio) for n in range(prefix, len(ids))])
 
 
-@pytest.mark.parametrize("variant", ["bounds", "gate"])
+@pytest.mark.parametrize("variant", ["centroids", "bounds", "gate"])
 @pytest.mark.parametrize("prefix", [640, 1000])
 def test_the_benchs_decoding_is_what_the_backend_computes_step_by_step(
     model: LlamaForCausalLM, variant: str, prefix: int
@@ -82,11 +82,11 @@ def test_the_benchs_decoding_is_what_the_backend_computes_step_by_step(
     ids = torch.randint(0, 97, (prefix + STEPS,), generator=torch.Generator().manual_seed(prefix))
     ratios = (0.5, 0.8)
     rule = SelectionRule.of(HySparseConfig(floor_tokens=0), PAGE)
-    bounds, gate = BoundGate(LAYERS, 64), SpatialGate(64)
+    weights = {kind: gate(LAYERS, 64).weights_of(1) for kind, gate in PAGE_GATES.items()}
     sparsity = torch.tensor(ratios).repeat_interleave(STEPS)
 
     def keep(layer: int, rows: DecodeRows, own: slice) -> torch.Tensor:
-        choice = Choice(rule, sparsity[own], bounds.weights_of(layer), gate)
+        choice = Choice(rule, sparsity[own], weights, SpatialGate(64))
         return kept_keys(variant, rows, choice)
 
     context = read_context(model, ids[:prefix])

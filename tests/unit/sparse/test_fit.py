@@ -19,7 +19,7 @@ from bicl.sparse.fit import (
     save_gate,
 )
 from bicl.sparse.selection import SelectionRule
-from bicl.sparse.sgm import BoundGate, SpatialGate
+from bicl.sparse.sgm import BoundGate, PageGate, SpatialGate, make_gate
 
 RULE = SelectionRule(page_size=64, max_k=512, first=1, recent=2, floor=0)
 
@@ -39,7 +39,7 @@ def recording(seed: int, pages: int = 24) -> Recording:
     return Recording(query, key.flatten(0, 1), position, 0.25)
 
 
-@pytest.mark.parametrize("kind", ["bounds", "gate"])
+@pytest.mark.parametrize("kind", ["centroids", "bounds", "gate"])
 def test_a_fit_loses_less_attention_on_queries_that_it_has_not_seen(kind: str) -> None:
     recordings = {3: [recording(0), recording(1)], 5: [recording(2)]}
     told: list[tuple[int, int]] = []
@@ -59,9 +59,9 @@ def test_texts_that_leave_nothing_out_are_refused() -> None:
         fit({3: [recording(0, pages=6)]}, "bounds", SelectionRule(64, 512, 1, 2, 32), 0.65, steps=1)
 
 
-@pytest.mark.parametrize("kind", ["bounds", "gate"])
+@pytest.mark.parametrize("kind", ["centroids", "bounds", "gate"])
 def test_a_gate_comes_back_from_its_file(tmp_path: Path, kind: str) -> None:
-    gate = BoundGate((2, 4), 32) if kind == "bounds" else SpatialGate(32)
+    gate = make_gate(kind, (2, 4), 32)
     for parameter in gate.parameters():
         parameter.data.normal_()
     save_gate(tmp_path / GATE_NAME, gate, {"model": "a"})
@@ -72,7 +72,7 @@ def test_a_gate_comes_back_from_its_file(tmp_path: Path, kind: str) -> None:
     assert (back.kind, back.head_dim) == (kind, 32)
     for name, value in gate.state_dict().items():
         assert torch.equal(back.state_dict()[name], value)
-    if isinstance(back, BoundGate):
+    if isinstance(back, PageGate):
         assert back.layers == (2, 4)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bicl.cache.layout import PageLayout
-from bicl.ops.cpu.sparse import bound_scores, select_tiles
+from bicl.ops.cpu.sparse import bound_scores, centroid_rows, centroid_scores, select_tiles
 from bicl.sparse.config import COMBINES, HySparseConfig
 from bicl.sparse.selection import SelectionRule, least_skipped, tiles_to_keep
 
@@ -75,7 +75,7 @@ def slow_selection(
         for p in candidates:
             values = own[:, p]
             if combine == "softmax":
-                values = (own[:, p] - own[:, list(candidates)].logsumexp(-1)).exp()
+                values = (own[:, p] - own[:, : tiles - rule.recent].logsumexp(-1)).exp()
             total[p] = float(values.max() if combine == "max" else values.sum())
         best = sorted(candidates, key=lambda p: (-total[p], p))[: kept - len(always)]
         chosen.append(sorted(always + best))
@@ -153,6 +153,74 @@ def test_no_score_takes_the_place_of_the_first_and_recent_windows(bad: float) ->
         )
         kept = positions[0, :, :4].tolist()
         assert all(own[0] == 0 and own[-2:] == [38, 39] for own in kept)
+
+
+def test_heads_that_look_at_the_first_page_have_little_say() -> None:
+    """One head finds all in page 0, which is kept anyway; the other one wants page 7."""
+    scores = torch.zeros(1, 2, 20)
+    scores[0, 0, 0], scores[0, 0, 3] = 20.0, 9.0
+    scores[0, 1, 7] = 4.0
+    positions = torch.empty(1, 1, 20, dtype=torch.int32)
+    table = torch.arange(20, dtype=torch.int32)[None]
+    lengths, ratio = torch.tensor([20 * 64], dtype=torch.int32), torch.tensor([0.8])
+    select_tiles(scores, table, lengths, ratio, rule(), 1, "softmax", positions)
+    assert positions[0, 0, :4].tolist() == [0, 7, 18, 19]
+
+
+def slow_centroids(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """The definition of ``centroid_rows`` for one page and head ``[P, D]``."""
+    points = keys.double()
+    distances = (points - points.mean(0)).square().sum(-1)
+    seeds: list[int] = []
+    for _ in range(count):
+        seeds.append(max(range(len(points)), key=lambda t: (float(distances[t]), -t)))
+        apart = torch.stack([(points - points[s]).square().sum(-1) for s in seeds])
+        distances = apart.amin(0)
+    owner = [min(range(count), key=lambda c: (float(apart[c, t]), c)) for t in range(len(points))]
+    rows = []
+    for cluster in range(count):
+        own = points[[t for t, c in enumerate(owner) if c == cluster]]
+        rows.append(torch.cat((own.mean(0), torch.tensor([float(len(own))]).log())))
+    return torch.stack(rows).float()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_centroids_follow_their_definition(count: int) -> None:
+    keys = torch.randn(3, 2, 64, 16, generator=torch.Generator().manual_seed(count))
+    keys[1] = keys[1].round()  # equal distances
+    rows = centroid_rows(keys, count)
+    for page in range(3):
+        for head in range(2):
+            expected = slow_centroids(keys[page, head], count)
+            torch.testing.assert_close(rows[page, head], expected, atol=1e-6, rtol=1e-6)
+    alone = torch.stack([centroid_rows(keys[n : n + 1], count)[0] for n in range(3)])
+    assert torch.equal(rows, alone)
+
+
+def test_a_key_unlike_the_others_has_a_centroid_to_itself() -> None:
+    keys = torch.randn(1, 1, 64, 32, generator=torch.Generator().manual_seed(0))
+    keys[0, 0, 41] *= 6.0
+    rows = centroid_rows(keys, 4)[0, 0]
+    torch.testing.assert_close(rows[0, :-1], keys[0, 0, 41])
+    assert rows[0, -1] == 0.0
+    assert float(rows[:, -1].exp().sum()) == pytest.approx(64)
+
+
+def test_identical_keys_weigh_as_much_as_they_are() -> None:
+    keys = torch.ones(1, 1, 64, 32)
+    query = torch.full((1, 1, 32), 0.5)
+    rows = centroid_rows(keys, 4).transpose(0, 1)[None]
+    scores = centroid_scores(query, rows, torch.ones(1, 32), 0.25)
+    assert float(scores) == pytest.approx(0.25 * 16 + math.log(64))
+
+
+def test_as_many_centroids_as_keys_give_the_true_mass() -> None:
+    keys = torch.randn(5, 2, 32, 16, generator=torch.Generator().manual_seed(1))
+    query = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(2))
+    rows = centroid_rows(keys, 32).transpose(0, 1)[None]
+    scores = centroid_scores(query, rows, torch.ones(1, 16), 0.25).view(2, 2, 5)
+    real = torch.einsum("hgd,whtd->hgwt", query.view(2, 2, 16), keys) * 0.25
+    torch.testing.assert_close(scores, real.logsumexp(-1), atol=1e-5, rtol=1e-5)
 
 
 def test_unit_weights_give_the_upper_bound_of_quest() -> None:

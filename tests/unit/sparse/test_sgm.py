@@ -19,7 +19,7 @@ from bicl.sparse.sgm import (
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("layers", [1, 19, 48, 76])
-@pytest.mark.parametrize("kind", ["bounds", "gate"])
+@pytest.mark.parametrize("kind", ["centroids", "bounds", "gate"])
 def test_a_model_has_fewer_than_5000_parameters(kind: str, layers: int, head_dim: int) -> None:
     gate = make_gate(kind, range(layers), head_dim)
     assert 0 < sum(p.numel() for p in gate.parameters()) < 5000
@@ -36,7 +36,9 @@ def test_the_start_shrinks_the_boxes_and_the_identity_compares_raw_directions() 
     query, boxes = torch.randn(2, 4, 16), torch.randn(2, 2, 5, 2, 16).sort(dim=3).values
     weights = torch.tensor([[1.0], [0.5]]).expand(2, 16)
     expected = bound_scores(query, boxes, weights, 0.25)
-    assert torch.equal(BoundGate((3,), 16).score(3, query, boxes, 0.25), expected)
+    assert torch.equal(
+        BoundGate.score(query, boxes, BoundGate((3,), 16).weights_of(3), 0.25), expected
+    )
     key = torch.randn(7, 64)
     cosine = SpatialGate(64).project(key, "query") @ SpatialGate(64).project(key, "key").t()
     torch.testing.assert_close(

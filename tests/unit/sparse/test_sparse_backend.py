@@ -46,7 +46,7 @@ def with_sparsity(step: Step, *ratios: float) -> AttentionMetadata:
     return replace(step.meta, sparsity=torch.tensor(ratios))
 
 
-@pytest.mark.parametrize("kind", ["bounds", "gate"])
+@pytest.mark.parametrize("kind", ["centroids", "bounds", "gate"])
 @pytest.mark.parametrize(("page_size", "tile"), PAGES_AND_TILES)
 def test_sparse_decode_is_attention_over_the_selected_pages(
     kind: str, page_size: int, tile: int
@@ -192,7 +192,7 @@ def test_gate_indexes_are_directions_of_the_gated_keys() -> None:
     torch.testing.assert_close(vectors, expected.detach())
 
 
-@pytest.mark.parametrize("kind", ["bounds", "gate"])
+@pytest.mark.parametrize("kind", ["centroids", "bounds", "gate"])
 def test_index_bytes_are_those_of_the_index(kind: str) -> None:
     layout = PageLayout(2, 80, torch.bfloat16)
     step = decode_step((64,), layout)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bicl.sparse.selection import SelectionRule
-from bicl.sparse.sgm import BoundGate, SpatialGate
+from bicl.sparse.sgm import PAGE_GATES, SpatialGate
 from bicl.sparse.variants import VARIANTS, Choice, DecodeRows, kept_keys
 
 RULE = SelectionRule(page_size=64, max_k=512, first=1, recent=2, floor=0)
@@ -23,7 +23,7 @@ def rows(shared: tuple[int, ...] = (TOKENS, TOKENS, 900), seed: int = 0) -> Deco
 
 
 def choice(sparsity: float = 0.65, count: int = 3) -> Choice:
-    weights = BoundGate((0,), 64).weights_of(0).detach()
+    weights = {kind: gate((0,), 64).weights_of(0).detach() for kind, gate in PAGE_GATES.items()}
     return Choice(RULE, torch.full((count,), sparsity), weights, SpatialGate(64))
 
 
@@ -70,7 +70,7 @@ def mass(variant: str, sparsity: float = 0.8) -> float:
 def test_true_attention_keeps_most_and_our_boxes_more_than_chance() -> None:
     kept = {variant: mass(variant) for variant in VARIANTS}
     assert max(kept, key=kept.__getitem__) == "oracle-token"
-    tiles = ("bounds", "quest", "sink-recent", "random", "gate")
+    tiles = ("centroids", "bounds", "quest", "sink-recent", "random", "gate")
     assert all(kept["oracle"] >= kept[name] for name in tiles)
     assert kept["bounds"] > kept["random"]
 

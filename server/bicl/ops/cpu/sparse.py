@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bound_scores",
+    "centroid_rows",
+    "centroid_scores",
     "check_index",
     "choose_tiles",
     "combine_heads",
@@ -28,6 +30,9 @@ __all__ = [
     "score_tiles",
     "select_tiles",
 ]
+
+EMPTY = -30.0
+"""Logarithm of the size of a cluster without keys: nothing beside the cluster whose key it has."""
 
 
 def check_index(index: LayerIndex) -> None:
@@ -75,7 +80,7 @@ def score_tiles(
     """
     used = torch.arange(page_table.shape[1], device=query.device) * layer.layout.page_size
     table = torch.where(used < cache_seqlens[:, None], page_table, 0)
-    vectors = index.vectors[table.long()].permute(0, 2, 1, 3, 4)  # [B, H, W, planes, dims]
+    vectors = index.vectors[table.long()].permute(0, 2, 1, 3, 4)  # [B, H, W, rows, dims]
     return index.score(query, vectors, scale)
 
 
@@ -105,21 +110,84 @@ def bound_scores(
     return torch.einsum("bhgd,bhwd->bhgw", grouped, boxes).reshape(batch, num_q_heads, width)
 
 
+def centroid_rows(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Pages of keys as ``count`` clusters each: their means, and the logarithms of their sizes.
+
+    Clusters grow around keys that lie far apart (farthest first: the key farthest from the page's
+    mean, then always the one farthest from those chosen), so that a key unlike all others, which
+    a mean or a box would hide, has a row to itself. Each key belongs to the nearest of them.
+    Equal distances: the earlier key, the earlier cluster. Float64, so that no rounding depends
+    on how many pages are computed together.
+
+    Args:
+        keys: float32 ``[n, H, page_size, D]``, full pages.
+
+    Returns:
+        float32 ``[n, H, count, D + 1]``; identical keys leave clusters empty, whose size counts
+        as ``exp(EMPTY)``.
+    """
+    points = keys.double()
+    distance = (points - points.mean(dim=2, keepdim=True)).square().sum(dim=-1)
+    member = torch.zeros(distance.shape, dtype=torch.int64, device=keys.device)
+    seeds = []
+    for cluster in range(count):
+        farthest = distance.argmax(dim=-1)[..., None, None]
+        seed = points.gather(2, farthest.expand(*farthest.shape[:3], keys.shape[3]))
+        own = (points - seed).square().sum(dim=-1)
+        nearer = own < distance if cluster else torch.ones_like(own, dtype=torch.bool)
+        member.masked_fill_(nearer, cluster)
+        distance = torch.where(nearer, own, distance)
+        seeds.append(seed[:, :, 0])
+    rows = []
+    for cluster, seed in enumerate(seeds):
+        belongs = (member == cluster).double()
+        size = belongs.sum(dim=-1, keepdim=True)
+        mean = (points * belongs[..., None]).sum(dim=2) / size.clamp_min(1.0)
+        log_size = torch.where(size > 0, size.clamp_min(1.0).log(), EMPTY)
+        rows.append(torch.cat((torch.where(size > 0, mean, seed), log_size), dim=-1))
+    return torch.stack(rows, dim=2).float()
+
+
+def centroid_scores(
+    query: torch.Tensor, vectors: torch.Tensor, weights: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """``log sum_i n_i exp(scale * sum_d a_d q_d c_id)``: what a page's keys would weigh in a
+    softmax if each was the centroid of its cluster.
+
+    Args:
+        query: ``[B, Hq, D]``.
+        vectors: ``[B, H, W, rows, >= D + 1]``: centroids ``c`` and ``log n``, see
+            :func:`centroid_rows`.
+        weights: float32 ``[D]``, ``a``.
+
+    Returns:
+        float32 ``[B, Hq, W]``.
+    """
+    batch, num_q_heads, dims = query.shape
+    heads, width, rows = vectors.shape[1:4]
+    grouped = (query.float() * weights * scale).view(batch, heads, num_q_heads // heads, dims)
+    flat = vectors.float().reshape(batch, heads, width * rows, -1)
+    scores = torch.einsum("bhgd,bhwd->bhgw", grouped, flat[..., :dims])
+    scores += flat[:, :, None, :, dims]
+    return scores.view(batch, num_q_heads, width, rows).logsumexp(dim=-1)
+
+
 def combine_heads(
-    scores: torch.Tensor, candidate: torch.Tensor, num_kv_heads: int, combine: str
+    scores: torch.Tensor, scored: torch.Tensor, num_kv_heads: int, combine: str
 ) -> torch.Tensor:
     """One score a KV head, from those of its query heads.
 
     Args:
         scores: float32 ``[B, Hq, W]``.
-        candidate: bool ``[B, W]``.
-        combine: ``softmax`` (of each head over the candidates, then summed), ``sum``, ``max``.
+        scored: bool ``[B, W]``, what a softmax runs over: the first pages too, although they do
+            not compete, so that a head that looks at little else has little to say.
+        combine: ``softmax`` (of each head, then summed), ``sum``, ``max``.
 
     Returns:
-        float32 ``[B, H, W]``; what stands outside the candidates means nothing.
+        float32 ``[B, H, W]``; what stands outside ``scored`` means nothing.
     """
     if combine == "softmax":
-        scores = scores.masked_fill(~candidate[:, None], -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(~scored[:, None], -torch.inf).softmax(dim=-1)
     grouped = scores.view(scores.shape[0], num_kv_heads, -1, scores.shape[2])
     return grouped.amax(dim=2) if combine == "max" else grouped.sum(dim=2)
 
@@ -155,14 +223,15 @@ def select_tiles(
     position = torch.arange(page_table.shape[1], device=scores.device)
     num_tiles = (cache_seqlens + rule.page_size - 1) // rule.page_size
     used = position < num_tiles[:, None]
-    candidate = (position >= rule.first) & (position < num_tiles[:, None] - rule.recent)
-    share = combine_heads(scores, candidate, num_kv_heads, combine)
+    scored = position < num_tiles[:, None] - rule.recent
+    always = used & ~(scored & (position >= rule.first))
+    share = combine_heads(scores, scored, num_kv_heads, combine)
     # A damaged index may give anything; the pages kept always come before any of it.
     largest = torch.finfo(torch.float32).max
     share = share.nan_to_num(nan=-largest, posinf=largest, neginf=-largest)
     if keep is not None:
         share = share.masked_fill((used & keep)[:, None], torch.finfo(share.dtype).max)
-    share = share.masked_fill((used & ~candidate)[:, None], torch.inf)
+    share = share.masked_fill(always[:, None], torch.inf)
     share = share.masked_fill(~used[:, None], -torch.inf)
     kept = rule.tiles_to_keep(num_tiles, sparsity)
     order = share.sort(dim=-1, descending=True, stable=True).indices
