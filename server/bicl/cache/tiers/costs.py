@@ -16,7 +16,8 @@ class TransferCosts:
     Attributes:
         page_bytes: of one page in all layers; ``page_tokens`` tokens are in it.
         host_bytes_per_second: host to pool, in pages.
-        disk_bytes_per_second: disk to host, including its verification; follows what is seen.
+        disk_bytes_per_second: disk to host, all readers together, with the verification; follows
+            what is seen.
         prefill_tokens_per_second: of the model alone, in chunks as the server makes them.
         overhead_seconds: of a fetch, however small.
     """
@@ -47,7 +48,7 @@ class TransferCosts:
         return 0.05 + num_pages * self.page_tokens / self.prefill_tokens_per_second
 
     def saw_disk(self, num_bytes: int, seconds: float) -> None:
-        """A read from disk took so long."""
+        """Reads from disk at the same time took so long."""
         if seconds <= 0:
             return
         rate = num_bytes / seconds

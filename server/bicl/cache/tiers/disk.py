@@ -9,22 +9,27 @@ on every read, so that a power cut or a bad sector costs a computation and not a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import os
 import re
 import shutil
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TextIO
 
 import xxhash
 
 from bicl.cache.policy import make_policy
+from bicl.cache.tiers.files import (
+    delete_folders,
+    files_below,
+    locked,
+    read_file,
+    size_below,
+    write_file,
+)
 from bicl.cache.tiers.index import USED_CHAINS, Block, BlockIndex
 from bicl.errors import ConfigError
 
@@ -35,6 +40,7 @@ HEADER_BYTES = 4096
 _MAGIC = b"BICLPAGE"
 _HEADER = struct.Struct("<8sIIQ32s32s32s16s")
 _PARENT_BYTES = 8
+_NOBODY = bytes(32)
 _SUFFIX = ".page"
 _ASIDE = ".tmp"
 _LOCK = "lock"
@@ -98,7 +104,7 @@ class DiskStore:
         self._index = BlockIndex(make_policy(policy, max_bytes // self.file_bytes), _PARENT_BYTES)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock_file = _locked(self._folder / _LOCK)
+            self._lock_file = locked(self._folder / _LOCK)
         except OSError as error:
             raise ConfigError(f"the disk tier cannot use {folder}: {error}") from error
         try:
@@ -145,7 +151,7 @@ class DiskStore:
         aside = self._folder / f"{number}{_ASIDE}"
         header = self._header(key, parent, ids, page)
         try:
-            _write_file(aside, [header, page])
+            write_file(aside, [header, page])
             with self._mutex:
                 if epoch != self._epoch:
                     aside.unlink()
@@ -175,7 +181,7 @@ class DiskStore:
         if block is None:
             raise DiskReadError("missing")
         try:
-            header, size = _read_file(self._path(block), into)
+            header, size = read_file(self._path(block), HEADER_BYTES, into)
         except FileNotFoundError:
             reason: str | None = "missing"
         except OSError:
@@ -185,6 +191,29 @@ class DiskStore:
         if reason is not None:
             self.discard(key)
             raise DiskReadError(reason)
+
+    def write_probe(self, page: memoryview) -> Path:
+        """A file like a page's that is on the disk and, where that is possible, no longer in the
+        kernel's memory: for :meth:`read_probe`, and then to be deleted.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        with self._mutex:
+            self._number += 1
+            path = self._folder / f"{self._number}{_ASIDE}"
+        write_file(path, [self._header(_NOBODY, _NOBODY, b"", page), page], drop=True)
+        return path
+
+    def read_probe(self, path: Path, into: memoryview) -> None:
+        """Read and verify a probe as a page is.
+
+        Raises:
+            OSError: it cannot be read, or is not what was written.
+        """
+        header, size = read_file(path, HEADER_BYTES, into)
+        if fault := self._fault(header, size, _NOBODY, b"", into):
+            raise OSError(f"what was written came back {fault}")
 
     def discard(self, key: bytes) -> None:
         """Delete a page, if it is there."""
@@ -208,7 +237,7 @@ class DiskStore:
                     (self._folder / folder).rename(asides[-1])
             for block in gone:
                 self._delete(block)
-        self._deletion = threading.Thread(target=_delete_folders, args=(asides,), daemon=True)
+        self._deletion = threading.Thread(target=delete_folders, args=(asides,), daemon=True)
         self._deletion.start()
         return len(gone)
 
@@ -287,7 +316,7 @@ class DiskStore:
                 shutil.rmtree(aside)
             else:
                 aside.unlink()
-        for file in _files(self._folder):
+        for file in files_below(self._folder):
             if name := _NAME.fullmatch(file.name):
                 key, parent = bytes.fromhex(name[1]), bytes.fromhex(name[2])
                 stat, group = file.stat(), Path(file.path).parent.name
@@ -306,12 +335,12 @@ class DiskStore:
         others = []
         for path in self._folder.parent.iterdir():
             if path != self._folder and (path / _LOCK).is_file():
-                others.append((path.stat().st_mtime, _size(path), path))
+                others.append((path.stat().st_mtime, size_below(path), path))
         total = sum(size for _, size, _ in others)
         for _, size, path in sorted(others):
             if total <= self.max_bytes:
                 return
-            with contextlib.suppress(ConfigError, OSError), _locked(path / _LOCK):
+            with contextlib.suppress(ConfigError, OSError), locked(path / _LOCK):
                 shutil.rmtree(path)
                 total -= size
 
@@ -321,70 +350,7 @@ def _folder_of(group: str) -> str:
     return hashlib.sha256(group.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _locked(path: Path) -> TextIO:
-    """The file, open and locked until it is closed.
-
-    Raises:
-        ConfigError: another process has it.
-    """
-    file = path.open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ConfigError(
-            f"another server uses {path.parent} for the same model; give each its own folder"
-        ) from None
-    return file
-
-
-def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files(Path(entry.path))
-            else:
-                yield entry
-
-
-def _delete_folders(folders: list[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in _files(folder))
-
-
 def _checksum(header: bytes, page: memoryview) -> bytes:
     digest = xxhash.xxh3_128(header)
     digest.update(page)
     return digest.digest()
-
-
-def _write_file(path: Path, parts: list[bytes | memoryview]) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        for part in parts:
-            rest = memoryview(part)
-            while rest:
-                rest = rest[os.write(file, rest) :]
-    finally:
-        os.close(file)
-
-
-def _read_file(path: Path, into: memoryview) -> tuple[bytes, int]:
-    """Header and size of a file; its page goes to ``into``."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        size = os.fstat(file).st_size
-        header = os.pread(file, HEADER_BYTES, 0)
-        done = 0
-        while done < len(into):
-            count = os.preadv(file, [into[done:]], HEADER_BYTES + done)
-            if count == 0:
-                return header, len(header) + done
-            done += count
-        return header, size
-    finally:
-        os.close(file)

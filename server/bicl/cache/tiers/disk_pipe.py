@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from bicl.cache.keys import PageChain
 from bicl.cache.tiers.costs import TransferCosts
@@ -22,6 +23,9 @@ __all__ = ["DiskPipe"]
 log = logging.getLogger(__name__)
 
 READERS = 4
+
+MEASURED_BYTES = 64 << 20
+"""Read at start, at most; but a page, however large."""
 
 
 class DiskPipe:
@@ -104,6 +108,31 @@ class DiskPipe:
             self._readers.submit(self._read, promotion, wanted, epoch, note)
         return promotion
 
+    def measure(self) -> None:
+        """Find out how fast pages come when all readers read, from files that are deleted again.
+        What the disk refuses is logged, and its speed stays unknown."""
+        count = min(READERS, max(1, MEASURED_BYTES // self._costs.page_bytes))
+        slots: list[int] = []
+        with self._changed:
+            while len(slots) < count and (slot := self._host.take_slot()) is not None:
+                slots.append(slot)
+        pages = [self._host.arena.bytes_of(slot) for slot in slots]
+        files: list[Path] = []
+        try:
+            files += map(self._store.write_probe, pages)
+            began = time.perf_counter()
+            list(self._readers.map(self._store.read_probe, files, pages))
+            num_bytes = len(files) * self._costs.page_bytes
+            self._costs.disk_bytes_per_second = num_bytes / (time.perf_counter() - began)
+        except OSError as error:
+            log.warning("the disk tier could not be measured: %s", error)
+        finally:
+            for file in files:
+                file.unlink(missing_ok=True)
+            with self._changed:
+                for slot in slots:
+                    self._host.give_back(slot)
+
     def write_later(self, blocks: list[Block]) -> None:
         """These blocks arrived in host memory. The lock is held."""
         for block in blocks:
@@ -176,6 +205,7 @@ class DiskPipe:
             slot = self._host.take_slot()
             if slot is None:
                 return None
+            at_once = min(READERS, self.num_queued)
         began = time.perf_counter()
         reason: str | None = None
         try:
@@ -183,7 +213,8 @@ class DiskPipe:
             self._store.read(wanted.key, wanted.ids, page)
         except DiskReadError as error:
             reason = error.reason
-        self._costs.saw_disk(self._costs.page_bytes, time.perf_counter() - began)
+        num_bytes = at_once * self._costs.page_bytes
+        self._costs.saw_disk(num_bytes, time.perf_counter() - began)
         with self._changed:
             if reason is not None:
                 self._stats.failures[reason] += 1

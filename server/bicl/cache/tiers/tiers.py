@@ -247,6 +247,8 @@ class PageTiers:
         self.costs.overhead_seconds = min(seconds[:rounds])
         rate = len(slots) * self.costs.page_bytes / min(seconds[rounds:])
         self.costs.host_bytes_per_second = rate
+        if self._disk is not None:
+            self._disk.measure()
 
     def stats(self) -> TierStats:
         """Counters and gauges. The object goes on counting; read it at once."""

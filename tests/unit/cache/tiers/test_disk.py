@@ -222,13 +222,13 @@ def test_flush_during_a_write_wins(opened, tmp_path: Path, monkeypatch) -> None:
     import bicl.cache.tiers.disk as disk
 
     store = opened()
-    original = disk._write_file
+    original = disk.write_file
 
     def flushes_meanwhile(path, parts):
         original(path, parts)
         store.flush()
 
-    monkeypatch.setattr(disk, "_write_file", flushes_meanwhile)
+    monkeypatch.setattr(disk, "write_file", flushes_meanwhile)
     assert not write(store, 1)
     store.close()
     assert [path for path in tmp_path.rglob("*") if path.suffix in (".page", ".tmp")] == []
@@ -275,7 +275,7 @@ def test_flush_outlives_a_crash_before_its_files_are_deleted(
     """(A18)"""
     store = opened()
     write(store, 1)
-    monkeypatch.setattr("bicl.cache.tiers.disk._delete_folders", lambda folders: None)
+    monkeypatch.setattr("bicl.cache.tiers.disk.delete_folders", lambda folders: None)
     assert store.flush() == 1
     assert len(list(tmp_path.rglob("*.page"))) == 1  # killed here
     store.close()

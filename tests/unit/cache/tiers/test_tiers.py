@@ -398,7 +398,7 @@ def test_full_disk_is_counted_and_nothing_is_left_behind(rig, tmp_path, monkeypa
         path.write_bytes(b"half a pa")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("bicl.cache.tiers.disk._write_file", refuses)
+    monkeypatch.setattr("bicl.cache.tiers.disk.write_file", refuses)
     one.save(chain(2 * PAGE), [0, 1])
     stats = one.tiers.stats()
     assert (stats.failures["io"], stats.disk_dropped_pages, stats.disk_pages) == (2, 2, 0)
@@ -497,6 +497,49 @@ def test_pages_of_one_step_are_saved_in_one_copy(rig, monkeypatch) -> None:
     one.tiers.claim([2])  # overwritten meanwhile
     assert one.tiers.settle(10)
     assert copies == [[0, 1, 3]]
+
+
+def test_disk_is_measured_and_left_as_it_was(rig, tmp_path) -> None:
+    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
+    saved = one.save(chain(2 * PAGE), [0, 1])
+    before = sorted(tmp_path.rglob("*"))
+    one.tiers.measure([6, 7])
+    assert one.tiers.costs.disk_bytes_per_second > 0
+    assert sorted(tmp_path.rglob("*")) == before
+    assert one.fetch(chain(2 * PAGE), [4, 5]) == 2
+    assert one.holds([4, 5], saved)
+    assert one.tiers.check_integrity()
+
+
+def test_slow_disk_is_left_alone(rig, tmp_path) -> None:
+    """Computing is faster: the request does not wait, and the page is not read."""
+    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
+    one.save(chain(2 * PAGE), [0, 1])
+    with one.tiers._changed:
+        one.tiers._host.flush(None)
+    costs = one.tiers.costs
+    costs.disk_bytes_per_second, costs.prefill_tokens_per_second = PAGE_BYTES / 1.0, PAGE / 0.5
+    assert one.tiers.promote(chain(2 * PAGE), 0, 2) is None
+    assert one.tiers.stats().skipped_fetches == 1
+    costs.disk_bytes_per_second = PAGE_BYTES / 0.1
+    promotion = one.tiers.promote(chain(2 * PAGE), 0, 2)
+    assert promotion is not None
+    assert promotion.wait(10)
+    promotion.close()
+    assert one.tiers.num_in_host(chain(2 * PAGE), 0, 2) == 2
+
+
+def test_disk_that_cannot_be_measured_is_tried_all_the_same(rig, tmp_path, monkeypatch) -> None:
+    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
+
+    def refused(page):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(one.tiers._disk._store, "write_probe", refused)
+    one.tiers.measure([6, 7])
+    assert one.tiers.costs.disk_bytes_per_second == 0
+    assert one.tiers.costs.promotion_pays(1)
+    assert one.tiers.check_integrity()
 
 
 def test_missing_hash_package_is_named(rig, tmp_path, monkeypatch) -> None:

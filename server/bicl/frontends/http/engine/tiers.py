@@ -62,6 +62,12 @@ def measure(tiers: PageTiers, config: EngineConfig, runner: ModelRunner) -> None
         costs.host_bytes_per_second / costs.page_bytes * costs.page_tokens,
         costs.prefill_tokens_per_second,
     )
+    if tiers.has_disk and costs.disk_bytes_per_second:
+        log.info(
+            "pages come from disk at %.2f GB/s (%.0f tokens/s)",
+            costs.disk_bytes_per_second / 1e9,
+            costs.disk_bytes_per_second / costs.page_bytes * costs.page_tokens,
+        )
 
 
 def _fingerprint(loaded: LoadedModel, runner: ModelRunner) -> bytes:
