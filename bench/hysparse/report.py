@@ -21,50 +21,68 @@ __all__ = ["main", "print_table", "summarise"]
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a configuration: what is above the floor and exercised, of telling tasks only."""
-    groups: dict[tuple[str, float], dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    """A row for each configuration, and for each configuration and length (``tokens``).
+
+    Counted is what left something out, of telling tasks only; the row over all lengths leaves out
+    those at which a server with the default floor is dense.
+    """
+    groups: dict[tuple[str, float, int | None], dict[str, list[Any]]]
+    groups = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row["below_floor"] or not (row["exercised"] or row["name"] == "dense"):
+        if not (row["exercised"] or row["name"] == "dense"):
             continue
-        own = groups[row["name"], row["ratio"]]
-        if row["measure"] == "perplexity":
-            own["differences"] += row["differences"]
+        for tokens in (None, row["tokens"]):
+            if tokens is None and row["below_floor"]:
+                continue
+            own = groups[row["name"], row["ratio"], tokens]
             own["kept"].append(row["kept"])
-        elif row["told_apart"]:
-            own["right"].append(row["right"])
-            own["dense"].append(row["dense_right"])
-            own["questions"].append(row["questions"])
+            if row["measure"] == "perplexity":
+                own["differences"] += row["differences"]
+            elif row["told_apart"]:
+                own["right"].append(row["right"])
+                own["dense"].append(row["dense_right"])
+                own["questions"].append(row["questions"])
     summary = []
-    for (name, ratio), own in groups.items():
+    for (name, ratio, tokens), own in groups.items():
         differences = own["differences"]
-        row = {"measure": "summary", "name": name, "ratio": ratio}
+        row = {"measure": "summary", "name": name, "ratio": ratio, "tokens": tokens}
+        row["kept"] = _mean(own["kept"])
         if differences:
             spread = statistics.stdev(differences) if len(differences) > 1 else math.nan
-            error = spread / math.sqrt(len(differences))
             row |= {
-                "kept": _mean(own["kept"]),
+                "pieces": len(differences),
                 "perplexity_change": math.expm1(_mean(differences)),
-                "perplexity_change_se": error,
+                "perplexity_change_se": spread / math.sqrt(len(differences)),
             }
         if own["right"] and sum(own["dense"]):
             row |= {
                 "task_accuracy_of_dense": sum(own["right"]) / sum(own["dense"]),
+                "right": sum(own["right"]),
                 "dense_right": sum(own["dense"]),
                 "questions": sum(own["questions"]),
             }
         summary.append(row)
-    return sorted(summary, key=lambda r: (r["ratio"], r.get("perplexity_change", 0.0)))
+    return sorted(
+        summary, key=lambda r: (r["tokens"] or 0, r["ratio"], r.get("perplexity_change", 0.0))
+    )
 
 
 def print_table(summary: Sequence[dict[str, Any]], ratios: Sequence[float]) -> None:
-    for ratio in ratios:
-        print(f"\nratio {ratio}: perplexity change (standard error), task accuracy of dense")
-        for row in summary:
-            if row["ratio"] == ratio:
-                change = 100 * row.get("perplexity_change", math.nan)
-                error = 100 * row.get("perplexity_change_se", math.nan)
-                score = 100 * row.get("task_accuracy_of_dense", math.nan)
-                print(f"  {row['name']:32s} {change:+8.3f} % ({error:.3f})  {score:6.1f} %")
+    for tokens in sorted({row["tokens"] for row in summary}, key=lambda n: n or 0):
+        for ratio in ratios:
+            print(f"\n{tokens or 'all'} tokens, ratio {ratio}: perplexity change (standard error), "
+                  "answers, of dense")  # fmt: skip
+            for row in summary:
+                if (row["ratio"], row["tokens"]) == (ratio, tokens):
+                    print(_line(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    change = 100 * row.get("perplexity_change", math.nan)
+    error = 100 * row.get("perplexity_change_se", math.nan)
+    share = 100 * row.get("task_accuracy_of_dense", math.nan)
+    counts = f"{row.get('right', '-')}/{row.get('dense_right', '-')}"
+    return f"  {row['name']:32s} {change:+8.3f} % ({error:.3f})  {counts:>9s} {share:6.1f} %"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

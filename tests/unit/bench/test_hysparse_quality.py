@@ -45,6 +45,8 @@ def row(**changes: Any) -> dict[str, Any]:
         "measure": "task",
         "name": "bounds",
         "ratio": 0.65,
+        "tokens": 4096,
+        "kept": 0.36,
         "exercised": True,
         "below_floor": False,
         "told_apart": True,
@@ -63,7 +65,7 @@ def test_sums_hold_only_what_left_something_out_above_the_floor_and_tells_apart(
         row(right=0, below_floor=True),
         row(right=0, told_apart=False),
     ]
-    (summary,) = summarise(counted + ignored)
+    summary = next(row for row in summarise(counted + ignored) if row["tokens"] is None)
     assert summary["task_accuracy_of_dense"] == 19 / 20
     assert summary["questions"] == 24
 
@@ -71,8 +73,11 @@ def test_sums_hold_only_what_left_something_out_above_the_floor_and_tells_apart(
 def test_perplexity_is_summed_over_paired_differences() -> None:
     both = [
         row(measure="perplexity", differences=[0.01, 0.03], kept=0.36),
-        row(measure="perplexity", differences=[0.02], kept=0.36),
+        row(measure="perplexity", differences=[0.02], kept=0.36, tokens=2048),
     ]
-    (summary,) = summarise(both)
+    by_length = {row["tokens"]: row for row in summarise(both)}
+    assert by_length.keys() == {None, 2048, 4096}
+    assert by_length[2048]["pieces"] == 1
+    summary = by_length[None]
     assert summary["perplexity_change"] == pytest.approx(0.0202, abs=1e-4)
     assert summary["perplexity_change_se"] == pytest.approx(0.01 / 3**0.5)
