@@ -22,6 +22,18 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
                : "memory");
 }
 
+// A warp's arrival at a barrier that counts kWarpArrivals a warp, after __syncwarp: lane 0 speaks for all. racecheck
+// does not follow the order that __syncwarp gives to the other lanes' reads, so under it every lane arrives.
+#ifdef BICL_RACECHECK
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
+__device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier, int lane) {
+  if (kWarpArrivals == 32 || lane == 0) mbarrier_arrive(barrier);
+}
+
 // Waits until the phase of the given parity has completed. Never a trap in the loop: ptxas would
 // serialise wgmma around it.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {

@@ -137,7 +137,7 @@ class DecodeCta : Combiner<T> {
     const int stage = warp_ + lane_ * T::kConsumerWarps;
     if (stage < k_.stages) {
       ptx::mbarrier_init(full(stage), T::Loader::kFullArrivals);
-      ptx::mbarrier_init(empty(stage), 2);  // the two warps of the stage's group
+      ptx::mbarrier_init(empty(stage), 2 * ptx::kWarpArrivals);  // the two warps of the stage's group
     }
     if (threadIdx.x == T::kConsumers - 1) ptx::mbarrier_init(peers_done(), 1);
     if constexpr (T::Loader::kClusters) ptx::fence_barrier_init();
@@ -298,7 +298,7 @@ class DecodeCta : Combiner<T> {
           if (masked) ptx::fence_proxy_async();
       }
       __syncwarp();
-      if (lane_ == 0) ptx::mbarrier_arrive(empty(cursor.stage));
+      ptx::mbarrier_arrive_warp(empty(cursor.stage), lane_);
     }
   }
 

@@ -46,7 +46,7 @@ struct Consumer {
   using KeyPlace = Place<C::kStages>;
 
   __device__ __forceinline__ void release(uint64_t& barrier) {
-    if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&barrier));
+    ptx::mbarrier_arrive_warp(ptx::smem_address(&barrier), lane);
   }
 
   // s = Q K^T over the first N keys of a block.

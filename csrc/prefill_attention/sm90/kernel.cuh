@@ -21,20 +21,22 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pr
   const uint32_t base = ptx::smem_address(shared);
   if (threadIdx.x == 0) {
     auto init = [](uint64_t& barrier, int count) { ptx::mbarrier_init(ptx::smem_address(&barrier), count); };
+    constexpr int kConsumers = kConsumerWarps * ptx::kWarpArrivals;
+    constexpr int kGatherers = kQueryThreads / 32 * ptx::kWarpArrivals;
     for (int i = 0; i < 2; ++i) {
       init(control.query_full[i], kQueryThreads);
-      init(control.query_empty[i], kConsumerWarps);
+      init(control.query_empty[i], kConsumers);
     }
     for (int i = 0; i < kAssignments; ++i) {
-      init(control.assigned[i], 1);
-      init(control.taken[i], kConsumerWarps + kQueryThreads / 32);
+      init(control.assigned[i], ptx::kWarpArrivals);
+      init(control.taken[i], kConsumers + kGatherers);
     }
-    constexpr int kWriters = C::kWiden ? kQueryThreads / 32 : 1;  // of operands: the widening warps or the copies
+    constexpr int kWriters = C::kWiden ? kGatherers : 1;  // of operands: the widening warps or the copies
     for (int i = 0; i < C::kStages; ++i) {
       init(control.key_full[i], kWriters);
-      init(control.key_empty[i], kConsumerWarps);
+      init(control.key_empty[i], kConsumers);
       init(control.value_full[i], kWriters);
-      init(control.value_empty[i], kConsumerWarps);
+      init(control.value_empty[i], kConsumers);
     }
     for (int i = 0; i < C::kRawStages; ++i) {
       init(control.raw_full[i], 1);

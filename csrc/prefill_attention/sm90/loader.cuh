@@ -145,7 +145,7 @@ struct KeyLoader {
       a.task = next.task;
     }
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&control.assigned[slot.stage]));
+    ptx::mbarrier_arrive_warp(ptx::smem_address(&control.assigned[slot.stage]), lane);
     named_barrier_arrive(kQueryBarrier + slot.stage, 32 + kQueryThreads);
   }
 
@@ -248,10 +248,8 @@ struct Widener {
                        thread);
     ptx::fence_proxy_async();
     __syncwarp();
-    if (thread % 32 == 0) {
-      ptx::mbarrier_arrive(ptx::smem_address(&full));
-      ptx::mbarrier_arrive(ptx::smem_address(&control.raw_empty[from.stage]));
-    }
+    ptx::mbarrier_arrive_warp(ptx::smem_address(&full), thread % 32);
+    ptx::mbarrier_arrive_warp(ptx::smem_address(&control.raw_empty[from.stage]), thread % 32);
   }
 
   __device__ __forceinline__ void run(const PrefillParams& p, const PrefillTile& tile) {
@@ -278,7 +276,7 @@ __device__ __forceinline__ void load_queries(const PrefillParams& p, Control& co
     ptx::named_barrier(kQueryBarrier + slot.stage, 32 + kQueryThreads);
     const Assignment a = control.assignments[slot.stage];
     __syncwarp();
-    if (thread % 32 == 0) ptx::mbarrier_arrive(ptx::smem_address(&control.taken[slot.stage]));
+    ptx::mbarrier_arrive_warp(ptx::smem_address(&control.taken[slot.stage]), thread % 32);
     if (a.task == Task::kEnd) return;
     if (!has_keys(a)) continue;
     const Place<C::kQueryBuffers> place(count++);
