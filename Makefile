@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8080
 MODEL ?= bundled
 IMAGE ?= embedded
+SANITIZED := sm90_(bf16|e4m3)_d128_t64|sm90_fp16_d96_t32|sm80_bf16_d128_t64|sm90_bf16_(bf16|e4m3)_d128|mma_bf16_d128|mma_fp16_d96
 PYTEST := $(BIN)/python -m pytest -c server/pyproject.toml
 
 .DEFAULT_GOAL := help
@@ -35,7 +36,9 @@ kernels: install-dev ## compile the CUDA kernels (needs nvcc; KERNEL_ARGS="--arc
 test-gpu: install-dev kernels ## run the kernel tests on this machine's GPU
 	$(PYTEST) tests/kernels $(ARGS)
 
-sanitize: install-dev kernels ## look for bad memory accesses and races in the kernels (needs compute-sanitizer)
+sanitize: install-dev ## look for bad memory accesses and races in the kernels (needs compute-sanitizer)
+	NVCC_APPEND_FLAGS=-DBICL_RACECHECK $(BIN)/python csrc/build.py --lineinfo --arch 90a,90 --only '$(SANITIZED)' \
+	  --build-dir build/sanitize --output build/sanitize/libbicl_kernels.so
 	$(BIN)/python tests/kernels/sanitize.py $(ARGS)
 
 bench-kernels: install-dev kernels ## measure the kernels and installed peers on this machine's GPU

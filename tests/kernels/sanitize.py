@@ -1,6 +1,7 @@
 """Every kernel under compute-sanitizer, on small shapes: ``make sanitize``.
 
-One process a tool and group of kernels, several side by side; one table at the end. The group
+The kernels are built for it (``-DBICL_RACECHECK``: see ``mbarrier_arrive_warp`` in ``csrc``), with
+source lines. One process a tool and group of kernels, several side by side; one table at the end. The group
 ``canary`` is a kernel full of faults: a run in which its faults go unseen proves nothing and fails.
 torch's own kernels are left alone, and every tensor is an allocation of its own, so that an access
 past one tensor does not land in its neighbour.
@@ -33,7 +34,7 @@ from support.device import DEVICE, decode_step
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
-from bicl.ops.cuda import sparse
+from bicl.ops.cuda import library, sparse
 from bicl.ops.cuda.compact_tokens import compact_tokens
 from bicl.ops.cuda.decode_attention import decode_attention
 from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
@@ -42,6 +43,7 @@ from bicl.ops.cuda.workspace import Workspace
 from bicl.sparse.index import make_indexes
 from bicl.sparse.selection import SelectionRule
 
+LIBRARY = Path(__file__).resolve().parents[2] / "build" / "sanitize" / "libbicl_kernels.so"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 SECONDS_LIMIT = 300
@@ -208,10 +210,11 @@ class Verdict:
         return self.faults == 0 and f"ran {self.group}" in self.report
 
 
-def examine(tool: str, group: str, limit: float) -> Verdict:
+def examine(tool: str, group: str, kernels: Path, limit: float) -> Verdict:
     # initcheck must see what torch's kernels write.
-    ours = () if tool == "initcheck" else ("--kernel-regex", "kns=bicl")
+    ours = () if tool == "initcheck" else ("--kernel-name", "kns=bicl")
     command = ["compute-sanitizer", "--tool", tool, *ours, sys.executable, __file__]
+    command += ["--library", str(kernels)]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.monotonic()
     process = subprocess.Popen(
@@ -245,6 +248,7 @@ def heading(commit: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", default="memcheck,racecheck", help=f"some of {','.join(TOOLS)}")
+    parser.add_argument("--library", type=Path, default=LIBRARY, help="the kernels")
     parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
     parser.add_argument("--limit", type=float, default=SECONDS_LIMIT, help="seconds a process")
     parser.add_argument("--commit", default="of this tree", help="what to name in the table")
@@ -252,6 +256,7 @@ def main() -> int:
     parser.add_argument("--reports", type=Path, help="folder for what the tool says in full")
     parser.add_argument("--group", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    library.library_path = lambda: options.library
     if options.group:
         for run in GROUPS[options.group]:
             run()
@@ -260,7 +265,9 @@ def main() -> int:
         return 0
     pairs = [(tool, group) for tool in options.tools.split(",") for group in GROUPS]
     with ThreadPoolExecutor(options.jobs) as pool:
-        verdicts = list(pool.map(lambda pair: examine(*pair, options.limit), pairs))
+        verdicts = list(
+            pool.map(lambda pair: examine(*pair, options.library, options.limit), pairs)
+        )
     lines = [heading(options.commit)]
     for verdict in verdicts:
         if options.reports:
