@@ -220,4 +220,4 @@ class SparseBackend:
         for layer in layers:
             index = self._by_pages.get(layer.pages.data_ptr())
             if index is not None:
-                index.vectors.index_copy_(0, target, index.vectors.index_select(0, source))
+                index.put(target, index.vectors[source])

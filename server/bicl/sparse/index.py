@@ -21,10 +21,11 @@ from bicl.sparse.sgm import (
     make_gate,
 )
 
-__all__ = ["LayerIndex", "index_bytes", "make_indexes"]
+__all__ = ["LayerIndex", "as_bytes", "index_bytes", "index_dtype", "make_indexes", "round_rows"]
 
-SIZE_DIMS = 8
+SIZE_DIMS = 16
 """Behind a centroid: the logarithm of its cluster's size, and zeros; 16 bytes, as kernels read."""
+CENTROID_DTYPE = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,9 @@ class LayerIndex:
     Attributes:
         layer: the pages it describes.
         vectors: ``[num_pages, H, rows, dims]``: for ``centroids`` the means of clusters of the
-            page's keys, each with the logarithm of its size behind it and zeros up to a multiple
-            of 8; for ``bounds`` minimum and maximum of each dim over the page's keys; for ``gate``
-            one row, the mean of their gated directions. Rows of pages that are not full hold
-            anything.
+            page's keys in e4m3, each with the logarithm of its size and zeros behind it; for
+            ``bounds`` minimum and maximum of each dim over the page's keys; for ``gate`` one row,
+            the mean of their gated directions. Rows of pages that are not full hold anything.
         kind: ``centroids``, ``bounds`` or ``gate``.
         weights: float32 ``[sets, D]``, of the dims of ``centroids`` or of the boxes' centres and
             half widths.
@@ -61,10 +61,16 @@ class LayerIndex:
         """Rows of ``vectors`` for full pages of keys, float32 ``[n, H, page_size, D]``."""
         if self.kind in PAGE_GATES:
             rows = PAGE_GATES[self.kind].describe(keys)
-            return F.pad(rows, (0, self.vectors.shape[-1] - rows.shape[-1]))
-        assert self.key_weight is not None
-        gated = (keys.to(self.key_weight.dtype) @ self.key_weight.t()).float()
-        return F.normalize(gated, dim=-1).mean(dim=2, keepdim=True)
+        else:
+            assert self.key_weight is not None
+            gated = (keys.to(self.key_weight.dtype) @ self.key_weight.t()).float()
+            rows = F.normalize(gated, dim=-1).mean(dim=2, keepdim=True)
+        rows = F.pad(rows, (0, self.vectors.shape[-1] - rows.shape[-1]))
+        return round_rows(rows, self.vectors.dtype)
+
+    def put(self, pages: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows (:meth:`describe`) of ``pages``, int64 ``[n]``."""
+        as_bytes(self.vectors).index_copy_(0, pages, as_bytes(rows))
 
     def score(self, query: torch.Tensor, vectors: torch.Tensor, scale: float) -> torch.Tensor:
         """float32 ``[B, Hq, W]`` of ``query`` ``[B, Hq, D]`` against rows of the index,
@@ -81,8 +87,24 @@ class LayerIndex:
 
 
 def index_bytes(layout: PageLayout, kind: str, dtype: torch.dtype) -> int:
-    """Bytes of one page's index in one layer."""
-    return layout.num_kv_heads * prod(_shape(layout, kind)) * dtype.itemsize
+    """Bytes of one page's index in one layer of a model of ``dtype``."""
+    return layout.num_kv_heads * prod(_shape(layout, kind)) * index_dtype(kind, dtype).itemsize
+
+
+def index_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """What a model of ``dtype`` keeps its index in."""
+    return CENTROID_DTYPE if kind == "centroids" else dtype
+
+
+def round_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To an index's dtype, the greatest value at most: e4m3 ends at 448."""
+    limit = torch.finfo(dtype).max
+    return rows.clamp(-limit, limit).to(dtype)
+
+
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """A view that torch can move about: few of its operations know e4m3."""
+    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
 
 
 def make_indexes(
@@ -113,7 +135,7 @@ def make_indexes(
 def _make_index(number: int, layer: LayerCache, dtype: torch.dtype, gate: Gate) -> LayerIndex:
     layout, device = layer.layout, layer.device
     shape = (layer.num_pages, layout.num_kv_heads, *_shape(layout, gate.kind))
-    vectors = torch.zeros(shape, dtype=dtype, device=device)
+    vectors = torch.zeros(shape, dtype=index_dtype(gate.kind, dtype), device=device)
     if isinstance(gate, PageGate):
         weights = gate.weights_of(number).detach().to(device).contiguous()
         return LayerIndex(layer, vectors, gate.kind, weights)

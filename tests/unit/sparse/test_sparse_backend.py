@@ -17,6 +17,7 @@ from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
 from bicl.errors import BackendError, InvalidInputError
+from bicl.ops.cpu.sparse import centroid_rows
 from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.index import index_bytes, make_indexes
@@ -160,25 +161,56 @@ def test_the_index_describes_the_keys_as_stored(dtype: torch.dtype) -> None:
     assert not backend.indexes[0].vectors[others].any(), "an unfinished page was indexed"
 
 
-def test_a_page_written_again_is_indexed_again() -> None:
+@pytest.mark.parametrize(("page_size", "tile"), PAGES_AND_TILES)
+def test_centroids_are_of_the_keys_as_stored(page_size: int, tile: int) -> None:
+    layout = PageLayout(3, 80, torch.bfloat16, page_size, tile)
+    step = decode_step((page_size * 3 + 1,), layout)
+    backend = sparse_backend(step.layer, "centroids")
+    filled(step, backend)
+    keys, _ = reference.gather(step.layer, step.meta.page_table, step.meta.cache_seqlens)
+    pages = step.meta.page_table[0, :3].long()
+    own = keys[: page_size * 3].view(3, page_size, 3, 80).transpose(1, 2)
+    vectors = backend.indexes[0].vectors
+    assert vectors.shape[1:] == (3, page_size // 16, 96)
+    expected = centroid_rows(own, page_size // 16).to(torch.float8_e4m3fn).float()
+    assert torch.equal(vectors[pages].float()[..., :81], expected)
+    assert not vectors[pages].float()[..., 81:].any()
+
+
+def test_centroids_too_large_for_their_dtype_are_its_largest() -> None:
+    layout = PageLayout(1, 64, torch.bfloat16)
+    step = decode_step((64,), layout)
+    step.key[5] = 1000.0
+    backend = sparse_backend(step.layer, "centroids")
+    filled(step, backend)
+    rows = backend.indexes[0].vectors[int(step.meta.page_table[0, 0])].float()
+    assert rows.max() == 448.0
+    assert rows.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["centroids", "bounds"])
+def test_a_page_written_again_is_indexed_again(kind: str) -> None:
     step = decode_step((128,))
-    backend = sparse_backend(step.layer)
+    backend = sparse_backend(step.layer, kind)
     filled(step, backend)
     before = backend.indexes[0].vectors.clone()
     backend.store(step.layer, step.key[:64] * 2, step.value[:64], step.slots[:64])
     page = int(step.meta.page_table[0, 0])
-    assert torch.equal(backend.indexes[0].vectors[page], before[page] * 2)
+    after, dims = backend.indexes[0].vectors[page].float(), 64
+    wanted = before[page].float()[..., :dims] * 2
+    torch.testing.assert_close(after[..., :dims], wanted, rtol=0, atol=2**-9)  # e4m3's least
 
 
-def test_copied_pages_take_their_index_along() -> None:
+@pytest.mark.parametrize("kind", ["centroids", "bounds", "gate"])
+def test_copied_pages_take_their_index_along(kind: str) -> None:
     step = decode_step((128,))
-    backend = sparse_backend(step.layer)
+    backend = sparse_backend(step.layer, kind)
     filled(step, backend)
     source = step.meta.page_table[0, :2].long()
     target = torch.tensor([p for p in range(5) if p not in source.tolist()][:2])
     backend.copy_pages([step.layer], source, target)
     vectors = backend.indexes[0].vectors
-    assert torch.equal(vectors[target], vectors[source])
+    assert (vectors[target] == vectors[source]).all()
 
 
 def test_gate_indexes_are_directions_of_the_gated_keys() -> None:

@@ -55,7 +55,7 @@ def index_pages(layer: LayerCache, index: LayerIndex, slots: torch.Tensor) -> No
     loader = PageLoader(layer.layout, pages, len(full), dtype, Scratch())
     loader.load(layer.pages)
     keys = loader.rows[:, :, 0, :, : layer.layout.head_dim].float() * layer.k_scale
-    index.vectors.index_copy_(0, full, index.describe(keys).to(index.vectors.dtype))
+    index.put(full, index.describe(keys))
 
 
 def score_tiles(
