@@ -1,16 +1,17 @@
 """Every kernel under compute-sanitizer, on small shapes: ``make sanitize``.
 
 The kernels are built for it (``-DBICL_RACECHECK``: see ``mbarrier_arrive_warp`` in ``csrc``), with
-source lines. One process a tool and group of kernels, several side by side; one table at the end. The group
-``canary`` is a kernel full of faults: a run in which its faults go unseen proves nothing and fails.
-torch's own kernels are left alone, and every tensor is an allocation of its own, so that an access
-past one tensor does not land in its neighbour.
+source lines. One process a tool and group of kernels, several side by side; one table at the end.
+The group ``canary`` is a kernel full of faults: a run in which its faults go unseen proves nothing
+and fails. torch's own kernels are left alone, and every tensor is an allocation of its own, so that
+an access past one tensor does not land in its neighbour.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import os
 import re
 import shlex
@@ -263,11 +264,10 @@ def main() -> int:
         torch.cuda.synchronize()
         print(f"ran {options.group}")
         return 0
-    pairs = [(tool, group) for tool in options.tools.split(",") for group in GROUPS]
+    pairs = itertools.product(options.tools.split(","), GROUPS)
+    check = partial(examine, kernels=options.library, limit=options.limit)
     with ThreadPoolExecutor(options.jobs) as pool:
-        verdicts = list(
-            pool.map(lambda pair: examine(*pair, options.library, options.limit), pairs)
-        )
+        verdicts = list(pool.map(lambda pair: check(*pair), pairs))
     lines = [heading(options.commit)]
     for verdict in verdicts:
         if options.reports:
