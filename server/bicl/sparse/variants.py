@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional as F
 
 from bicl.ops.cpu.sparse import centroid_rows, combine_heads, select_tiles
-from bicl.sparse.index import index_dtype, round_rows
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import CENTROID_TOKENS, PAGE_GATES, BoundGate, CentroidGate, SpatialGate
 
@@ -57,7 +56,7 @@ class Choice:
         weights: of the layer's page gates, float32 ``[sets, D]``, by kind.
         gate: for the variants that score by the literal gate.
         combine: of query heads, for the tile variants.
-        dtype: of the model, and so of index rows that have no dtype of their own.
+        dtype: of the model, which boxes are kept in.
         seed: of ``random``.
     """
 
@@ -213,7 +212,7 @@ def _cosines(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 def _box_scores(rows: DecodeRows, choice: Choice, keys: int | None = None) -> torch.Tensor:
     """Scores of boxes of ``keys`` keys each; of whole pages by default."""
-    boxes = BoundGate.describe(_by_page(rows.key, keys or choice.rule.page_size))
+    boxes = BoundGate.describe(_by_page(rows.key, keys or choice.rule.page_size)).to(choice.dtype)
     return _page_scores(rows, choice, "bounds", boxes)
 
 
@@ -222,7 +221,7 @@ def _page_scores(rows: DecodeRows, choice: Choice, kind: str, pages: torch.Tenso
     # All rows share the keys: one batch entry with all the rows as its heads.
     count, heads = rows.query.shape[0], rows.num_kv_heads
     query = _grouped(rows.query, heads).transpose(0, 1).reshape(1, -1, rows.query.shape[2])
-    stored = round_rows(pages, index_dtype(kind, choice.dtype)).transpose(0, 1)[None]
+    stored = pages.transpose(0, 1)[None]
     scores = PAGE_GATES[kind].score(query, stored, choice.weights[kind], rows.scale)
     return scores.view(heads, count, -1, len(pages)).transpose(0, 1).flatten(1, 2)
 
