@@ -60,16 +60,16 @@ def test_two_ctas_that_choose_tiles_fit_an_sm(arch: str) -> None:
 def instructions(kernel: str, mangled: str, arch: str = "sm_90a") -> str:
     """The listing of the first Hopper kernel of that name."""
     unit = kernels(kernel, arch)[0]
-    listing = subprocess.run(
-        [cuobjdump(), "-sass", "-arch", arch, str(library.library_path())],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    functions = listing.split("Function : ")[1:]
-    found = next((f for f in functions if mangled in f.split("\n", 1)[0]), None)
-    assert found is not None, f"{unit['kernel']} is reported but not in the library"
-    return found
+
+    def dump(*options: str) -> str:
+        command = [cuobjdump(), *options, "-arch", arch, str(library.library_path())]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    symbols = (line.split()[-1] for line in dump("-symbols").splitlines() if mangled in line)
+    symbol = next(symbols, None)
+    assert symbol is not None, f"{unit['kernel']} is reported but not in the library"
+    listing = dump("-sass", "-fun", symbol)
+    return listing[listing.index("Function : ") :]
 
 
 def test_the_decode_kernel_is_made_of_bulk_copies_and_tensor_core_products() -> None:
