@@ -59,15 +59,20 @@ def test_a_failed_requirement_is_a_contradiction() -> None:
 
 
 def test_exact_answers_must_have_the_same_tokens() -> None:
-    truth = Truth([5, 6, 7], [-0.1, -0.2, -0.3])
-    assert truth.agrees([5, 6], [-9.0, -9.0])
-    assert not truth.agrees([5, 7], [-0.1, -0.2])
-    assert not truth.agrees([5, 6, 7, 8], [0.0] * 4)
+    truth = Truth([5, 6, 7], [{5: -0.1}, {6: -0.2}, {7: -0.3}])
+    assert truth.agrees([5, 6], [{5: -9.0}, {6: -9.0}])
+    assert not truth.agrees([5, 7], [{5: -0.1}, {7: -0.2}])
+    assert not truth.agrees([5, 6, 7, 8], [{8: 0.0}] * 4)
 
 
 def test_where_sums_are_rounded_only_equally_likely_tokens_change_places() -> None:
-    truth = Truth([5, 6, 7], [-0.1, -0.7, -0.3], tolerance=0.1)
-    assert truth.agrees([5, 6, 7], [-0.12, -0.68, -0.31])
-    assert truth.agrees([5, 9, 1], [-0.1, -0.71, -4.0])  # a tie, and then another past
-    assert not truth.agrees([5, 9, 1], [-0.1, -0.5, -4.0])
-    assert not truth.agrees([5, 6, 7], [-0.1, -0.7, -0.5])
+    first = {5: -0.1, 8: -3.0}
+    tie = {6: -0.7, 9: -0.75}
+    truth = Truth([5, 6, 7], [first, tie, {7: -0.3, 4: -2.0}], tolerance=0.1)
+    assert truth.agrees([5, 6], [{5: -0.12, 8: -2.95}, {6: -0.75, 9: -0.7}])
+    assert truth.agrees([5, 9, 1], [first, {9: -0.69, 6: -0.71}, {1: -4.0}])  # then another past
+    assert truth.agrees([5], [{5: -0.1, 3: -3.05}])  # 3 and 8 are as likely as each other
+    assert not truth.agrees([8], [{8: -0.1, 5: -3.0}])
+    assert not truth.agrees([5], [{5: -0.1, 3: -2.0}])
+    assert not truth.agrees([5, 6], [first, {6: -0.4, 9: -1.2}])
+    assert not truth.agrees([5, 3], [first, {6: -0.7, 3: -0.69}])

@@ -98,6 +98,17 @@ def test_warm_prompts_and_copied_pages_answer_like_cold_ones() -> None:
     assert_plausible(loaded, [*prompt[:127], *reversed(prompt[127:])], shared.ids)
 
 
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_time_of_stores_is_told_for_every_kind_of_step(cuda_graphs: bool) -> None:
+    loaded = loaded_on_cuda("llama", torch.float16)
+    with running(loaded, max_batch_size=8, cuda_graphs=cuda_graphs) as engine:
+        assert engine.snapshot().decode_store_time == 0  # nobody was served yet
+        generate(engine, *[request(prompt, NEW_TOKENS) for prompt in prompts()])
+        stats = engine.snapshot()
+    assert 0 < stats.prefill_store_time < stats.prefill_time
+    assert 0 < stats.decode_store_time < stats.decode_time
+
+
 def loaded_for_tiers() -> LoadedModel:
     register()
     model = tiny_model("llama", "bicl", head_dim=128).to("cuda", torch.bfloat16)

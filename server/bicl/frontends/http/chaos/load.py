@@ -20,9 +20,10 @@ from bicl.frontends.http.chaos.rig import (
     Lab,
     Rig,
     collect,
+    likely_of,
     require,
 )
-from bicl.frontends.http.request import RequestDone
+from bicl.frontends.http.request import RequestDone, TokenEvent
 
 LENGTH = 5 * PAGE_SIZE + 7
 DISK_BYTES = 64 << 20
@@ -230,17 +231,19 @@ def _storm(rig: Rig, prompts: list[tuple[int, ...]], seen: Counter[str]) -> None
                 answer: Answer = collect(stream)
                 require(answer.error is None, f"a request failed: {answer.error!r}")
                 whole = len(answer.ids) == len(truths[number].ids)
-                agrees = truths[number].agrees(answer.ids, answer.logprobs)
+                agrees = truths[number].agrees(answer.ids, answer.likely)
                 require(whole and agrees, "a storm's answer differs from a cold run's")
                 seen["answered"] += 1
                 return
-            tokens = []
+            events = []
             for event, _ in zip(stream, range(patience), strict=False):
                 if isinstance(event, RequestDone):
                     break
-                tokens.append(event.token)  # type: ignore[union-attr]
+                assert isinstance(event, TokenEvent)
+                events.append(event)
             stream.close()
-            agrees = truths[number].agrees([t.id for t in tokens], [t.logprob for t in tokens])
+            ids = [event.token.id for event in events]
+            agrees = truths[number].agrees(ids, list(map(likely_of, events)))
             require(agrees, "the beginning of an answer is wrong")
             seen["hung up"] += 1
         except BaseException as problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol
@@ -11,7 +12,8 @@ import torch
 
 from bicl.attention.backend import AttentionBackend
 from bicl.attention.metadata import AttentionMetadata
-from bicl.attention.store_clock import StoreClock, StoreSpan
+from bicl.attention.pool import KVPool
+from bicl.attention.store_clock import StoreClock, time_stores
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.transformers.packed import PackedModel
 
@@ -67,7 +69,7 @@ class GroupArrays(Protocol):
 class _Graph:
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
-    store: StoreSpan | None
+    store_seconds: float
 
 
 class DecodeGraphs:
@@ -77,8 +79,9 @@ class DecodeGraphs:
         model: as the runner calls it.
         backend: its attention.
         config: limits; graphs are made for batches up to ``max_batch_size``.
-        device: the CUDA device.
-        clock: times stores.
+        pool: its pages, unused when graphs are captured.
+        dtype: of keys and values.
+        clock: told how long a replay's stores take.
     """
 
     def __init__(
@@ -86,10 +89,14 @@ class DecodeGraphs:
         model: PackedModel,
         backend: AttentionBackend,
         config: EngineConfig,
-        device: torch.device,
+        pool: KVPool,
+        dtype: torch.dtype,
         clock: StoreClock,
     ) -> None:
+        device = pool.layers[0].device
         self._model = model
+        self._layers = pool.layers
+        self._dtype = dtype
         self._clock = clock
         self._backend = backend
         self._max_k = config.max_total_tokens
@@ -106,7 +113,19 @@ class DecodeGraphs:
         self.misses = 0
 
     def capture(self) -> None:
-        """Capture every size, largest first so that the smaller ones fit into its memory."""
+        """Capture every size, largest first so that the smaller ones fit into its memory.
+
+        Other threads may use the device meanwhile, but no graph may be freed, which the garbage
+        collector could do at any time.
+        """
+        gc.collect()
+        gc.disable()
+        try:
+            self._capture()
+        finally:
+            gc.enable()
+
+    def _capture(self) -> None:
         pool = None
         for size, sparse in product(reversed(self._sizes), self._kinds):
             self._buffers.fill(
@@ -116,10 +135,11 @@ class DecodeGraphs:
             self._model(*arguments)  # lazy initialisation must not happen during capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = self._model(*arguments)
             pool = pool or graph.pool()
-            self._graphs[size, sparse] = _Graph(graph, logits, self._clock.captured())
+            seconds = time_stores(self._backend, self._layers, size, self._dtype)
+            self._graphs[size, sparse] = _Graph(graph, logits, seconds)
         self._copied.record()
 
     def replay(
@@ -155,7 +175,7 @@ class DecodeGraphs:
         self._copied.record()
         captured = self._graphs[key]
         captured.graph.replay()
-        self._clock.replayed(captured.store)
+        self._clock.replayed(captured.store_seconds)
         return captured.logits[:batch].clone()
 
     def _arguments(

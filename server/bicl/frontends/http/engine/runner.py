@@ -77,8 +77,7 @@ class ModelRunner:
             )
         self.clock = StoreClock(self.device, len(self.pool.layers))
         self._cache = PackedCache(self.pool, self.backend)
-        if self.device.type == "cpu":
-            self._cache.clock = self.clock
+        self._cache.clock = self.clock
         self._model = PackedModel(loaded.model, self._cache)
         max_pages = -(-config.max_total_tokens // config.page_size)
         self._table = np.zeros((config.max_batch_size, max_pages), dtype=np.int32)
@@ -89,7 +88,9 @@ class ModelRunner:
         self._group_pages: list[SequencePages | None] = [None] * config.max_batch_size
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and config.cuda_graphs:
-            self.graphs = DecodeGraphs(self._model, self.backend, config, self.device, self.clock)
+            self.graphs = DecodeGraphs(
+                self._model, self.backend, config, self.pool, loaded.dtype, self.clock
+            )
 
     def admit(self, sequence: Sequence) -> None:
         """A sequence took over row ``sequence.row`` of the page table."""
