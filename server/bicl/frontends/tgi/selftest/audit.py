@@ -77,7 +77,8 @@ class _Layer:
     value: torch.Tensor
     unknown: torch.Tensor  # slots whose contents did not come through a store
     eager: _Call | None = None
-    captured: dict[int, _Call] = field(default_factory=dict)  # by rows of the graph
+    capturing: _Call | None = None
+    captured: dict[Any, _Call] = field(default_factory=dict)  # by graph
 
 
 class _Audit:
@@ -130,26 +131,30 @@ class _Audit:
         if (layer := self.watched.get(id(cache))) is None:
             return
         if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
-            layer.captured[call.query.shape[0]] = call
+            layer.capturing = call
         else:
             layer.eager = call
             self.largest = max(self.largest, call.query.shape[0])
+
+    def end_capture(self, graph: Any) -> None:
+        for layer in self.watched.values():
+            if layer.capturing is not None:
+                layer.captured[graph], layer.capturing = layer.capturing, None
 
     def begin_step(self) -> None:
         self.replayed = None
         for layer in self.watched.values():
             layer.eager = None
 
-    def end_step(self, model: Any) -> None:
+    def end_step(self) -> None:
         self.steps += 1
         if self.steps % self.every:
             return
-        graphs = getattr(model, "cuda_graphs", {})
-        rows = next((n for n, g in graphs.items() if g["graph"] is self.replayed), None)
+        in_graph = self.replayed is not None
         for layer in self.watched.values():
-            call = layer.eager if rows is None else layer.captured[rows]
+            call = layer.captured[self.replayed] if in_graph else layer.eager
             if call is not None:
-                self._compare(layer, call, rows is not None)
+                self._compare(layer, call, in_graph)
 
     @torch.inference_mode()
     def _compare(self, layer: _Layer, call: _Call, in_graph: bool) -> None:
@@ -268,7 +273,8 @@ def install(flash_causal_lm: Any) -> None:
     cache: Any = KVCache
     graph: Any = torch.cuda.CUDAGraph
     store, attend = cache.store, cache.attend
-    init, generate, replay = model.init_kv_cache, model.generate_token, graph.replay
+    init, generate = model.init_kv_cache, model.generate_token
+    replay, capture_end = graph.replay, graph.capture_end
 
     @functools.wraps(store)
     def watched_store(self: Any, *, key: Any, value: Any, slots: Any, kv_scales: Any) -> None:
@@ -302,7 +308,7 @@ def install(flash_causal_lm: Any) -> None:
         for request in batch.requests if batch.prefilling else ():
             audit.cached.setdefault(request.id, request.cache_len)
         result = generate(self, batch)
-        audit.end_step(self)
+        audit.end_step()
         return result
 
     tiers: Any = ShardTiers
@@ -314,6 +320,10 @@ def install(flash_causal_lm: Any) -> None:
         audit.brought(pages[first:last])
         return count
 
+    def watched_capture_end(self: Any) -> None:
+        capture_end(self)
+        audit.end_capture(self)
+
     def watched_replay(self: Any) -> None:
         audit.replayed = self
         replay(self)
@@ -321,7 +331,7 @@ def install(flash_causal_lm: Any) -> None:
     cache.store, cache.attend = watched_store, watched_attend
     tiers.bring = watched_bring
     model.init_kv_cache, model.generate_token = watched_init, watched_generate
-    graph.replay = watched_replay
+    graph.replay, graph.capture_end = watched_replay, watched_capture_end
     address += f"-{os.environ.get('RANK', '0')}"
     threading.Thread(target=_serve, args=(audit, address), daemon=True).start()
 

@@ -142,6 +142,16 @@ def case_drafts_cross_pages_that_do_not_follow_each_other(bench: Bench) -> None:
     bench.router.release(first)
 
 
+def case_text_that_repeats_itself(bench: Bench) -> None:
+    """Where there are drafts, some are right: a step then gives several tokens."""
+    before = bench.router.accepted_drafts
+    sequence = bench.sequence(bench.prompt(24, 31) * 3, new_tokens=20)
+    bench.router.prefill(sequence)
+    bench.check(sequence)
+    if bench.router.speculate and bench.model.repeats:
+        assert bench.router.accepted_drafts > before
+
+
 def case_health_request_on_page_0(bench: Bench) -> None:
     sequence = bench.sequence(bench.prompt(60))
     bench.router.prefill(sequence)

@@ -27,6 +27,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "batch_of_four",
         "joining_a_decoding_batch",
         "drafts_cross_pages_that_do_not_follow_each_other",
+        "text_that_repeats_itself",
         "health_request_on_page_0",
     ),
     "cancelling": ("cancelling_a_row",),

@@ -33,12 +33,14 @@ class ModelSpec:
         model_type, options: of its config.
         window: TGI's, which keeps one key more than transformers does.
         adapters: names of random LoRA adapters beside it.
+        repeats: it has learned to go on with text that repeats itself.
     """
 
     model_type: str
     options: dict[str, Any] = field(default_factory=dict)
     window: int | None = None
     adapters: tuple[str, ...] = ()
+    repeats: bool = False
 
 
 MODELS = {
@@ -95,7 +97,7 @@ MODELS = {
         },
     ),
     "llava-next": ModelSpec("llava_next"),
-    "smollm2": ModelSpec("", {}),
+    "smollm2": ModelSpec("", repeats=True),
 }
 """By the name the self-test takes. ``smollm2`` is real: SmolLM2-135M-Instruct."""
 
@@ -104,7 +106,7 @@ class Model:
     """A model on disk and its answers in float32."""
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
-        self.path, self.adapters = path, spec.adapters
+        self.path, self.adapters, self.repeats = path, spec.adapters, spec.repeats
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         options = {} if spec.window is None else {"sliding_window": spec.window + 1}
         factory = AutoModelForImageTextToText if spec.model_type in VISION else AutoModelForCausalLM

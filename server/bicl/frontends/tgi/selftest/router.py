@@ -57,6 +57,7 @@ class Router:
         self.speculate, self.chunks = info.speculate, info.support_chunking
         self.running: dict[int, Sequence] = {}
         self.step_microseconds: list[float] = []
+        self.accepted_drafts = 0
         self._batches: list[Any] = []
         self._next_id = 1
 
@@ -138,6 +139,7 @@ class Router:
             sequence = self.running[request_id]
             sequence.tokens += tokens
             sequence.answers += bool(tokens)
+            self.accepted_drafts += max(len(tokens) - 1, 0)
             sequence.logprobs += answer.logprobs[request_id]
             sequence.tops += answer.tops[request_id]
             if request_id in answer.finished:

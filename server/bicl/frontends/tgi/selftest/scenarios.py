@@ -110,4 +110,7 @@ SCENARIOS = {
     "deepseek-v3-head192": Scenario("deepseek-v3-head192", free_bytes=256 << 20),
     "llava-next": Scenario("llava-next", environment={"PREFIX_CACHING": "0"}, without=PREFIXES),
     "smollm2": Scenario("smollm2", free_bytes=384 << 20),
+    "smollm2-speculate2": Scenario(
+        "smollm2", ("--speculate", "2"), without=CHUNKING, free_bytes=384 << 20
+    ),
 }
