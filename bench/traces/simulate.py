@@ -105,12 +105,12 @@ def gpu_row(requests: Sequence[TraceRequest], tokens: int) -> dict[str, Any]:
     }
 
 
-def tiers_row(requests: Sequence[TraceRequest], held: Held) -> dict[str, Any]:
+def tiers_row(requests: Sequence[TraceRequest], held: Held, policy: str = "lru") -> dict[str, Any]:
     """Pool, host and disk. Every page of the trace's blocks is one page here, and what is held is
     divided alike, which keeps files on the disk down to hundreds of thousands."""
     small = scale(requests, PAGE_SIZE)
     pool, host, disk = (tokens // BLOCK_TOKENS for tokens in held)
-    with ledger_tiers(PAGE_SIZE, host_pages=host, disk_pages=disk) as tiers:
+    with ledger_tiers(PAGE_SIZE, host_pages=host, disk_pages=disk, policy=policy) as tiers:
         manager = CacheManager(pool, PAGE_SIZE, tiers=tiers)
         rate = serve(manager, small, tiers=tiers)
         manager.check_integrity()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-__all__ = ["POLICIES", "EvictionPolicy", "Lru", "make_policy"]
+__all__ = ["POLICIES", "EvictionPolicy", "LfuAged", "Lru", "make_policy"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -24,11 +26,15 @@ class EvictionPolicy(Protocol[K]):
     def touch(self, item: K) -> None:
         """An item was used."""
 
+    def postpone(self, item: K) -> None:
+        """An item may not leave now: do not name it first again soon. No use of it."""
+
     def discard(self, item: K) -> None:
         """An item left, evicted or otherwise. Unknown items are ignored."""
 
     def candidates(self) -> Iterator[K]:
-        """All items, those to evict first first. Not to be used after a change."""
+        """All items, those to evict first first. Asked for when something must leave; not to be
+        used after a change."""
 
 
 class Lru:
@@ -44,6 +50,9 @@ class Lru:
     def touch(self, item: Hashable) -> None:
         self._items.move_to_end(item)
 
+    def postpone(self, item: Hashable) -> None:
+        self._items.move_to_end(item)
+
     def discard(self, item: Hashable) -> None:
         self._items.pop(item, None)
 
@@ -51,7 +60,70 @@ class Lru:
         return iter(self._items)
 
 
-POLICIES: Mapping[str, Callable[[int], EvictionPolicy[Any]]] = {"lru": Lru}
+class LfuAged:
+    """Least frequently used first; uses long ago count for less and less.
+
+    An item's rank is how often it was used plus the rank at which the last item left when it was
+    used last, so that what was used often once is overtaken by what is used now (LFU with dynamic
+    ageing). Among equals the least recently used leaves.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._uses: dict[Hashable, int] = {}
+        self._entries: dict[Hashable, _Entry] = {}
+        self._heap: list[_Entry] = []  # of valid and outdated entries
+        self._numbers = itertools.count()
+        self._floor = 0
+
+    def add(self, item: Hashable) -> None:
+        self._uses[item] = 0
+        self.touch(item)
+
+    def touch(self, item: Hashable) -> None:
+        self._uses[item] += 1
+        self._enter(item, self._floor + self._uses[item])
+
+    def postpone(self, item: Hashable) -> None:
+        self._enter(item, self._floor + self._uses[item] + 1)
+
+    def discard(self, item: Hashable) -> None:
+        self._uses.pop(item, None)
+        self._entries.pop(item, None)
+
+    def candidates(self) -> Iterator[Hashable]:
+        named: list[_Entry] = []
+        try:
+            while self._heap:
+                entry = heapq.heappop(self._heap)
+                if self._entries.get(entry.item) is not entry:
+                    continue
+                if not named:
+                    self._floor = max(self._floor, entry.rank)
+                named.append(entry)
+                yield entry.item
+        finally:
+            for entry in named:
+                heapq.heappush(self._heap, entry)
+
+    def _enter(self, item: Hashable, rank: int) -> None:
+        entry = _Entry(rank, next(self._numbers), item)
+        self._entries[item] = entry
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
+
+
+class _Entry(NamedTuple):
+    rank: int
+    number: int
+    item: Hashable
+
+
+POLICIES: Mapping[str, Callable[[int], EvictionPolicy[Any]]] = {
+    "lru": Lru,
+    "lfu-aged": LfuAged,
+}
 """Name to a policy for a store of so many items."""
 
 

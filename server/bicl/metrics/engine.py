@@ -102,6 +102,7 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
         ),
         ("bicl_evicted_pages", "Cached pages given up for new ones", stats.evicted_pages),
         ("bicl_preemptions", "Running requests put back into the queue", stats.preemptions),
+        ("bicl_cache_rebuilds", "Times that page bookkeeping began anew", stats.cache_rebuilds),
         ("bicl_prefilled_tokens", "Prompt tokens computed", stats.prefilled_tokens),
         ("bicl_generated_tokens", "Tokens generated", stats.generated_tokens),
         ("bicl_cuda_graph_misses", "Decode steps without a captured graph", stats.graph_misses),

@@ -93,7 +93,7 @@ class BlockIndex:
                 break
             kept.append(key)
         for key in kept:  # in use or pinned: not to be looked at again with every victim
-            self._policy.touch(key)
+            self._policy.postpone(key)
         return found
 
     def _end_of_chain(self, key: bytes) -> bytes:

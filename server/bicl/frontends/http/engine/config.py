@@ -245,6 +245,7 @@ class EngineStats:
         graph_misses: decode steps that a CUDA graph could have taken but none was captured for.
         sparse: what HySparse did.
         tiers: what the host and disk tiers did and hold.
+        cache_rebuilds: times that the pool's bookkeeping contradicted itself and was begun anew.
         draining: new requests are refused.
         healthy: the loop runs.
     """
@@ -284,5 +285,16 @@ class EngineStats:
     graph_misses: int = 0
     sparse: SparseStats = SparseStats()
     tiers: TierStats = field(default_factory=TierStats)
+    cache_rebuilds: int = 0
     draining: bool = False
     healthy: bool = True
+
+    @property
+    def reordering_exposed(self) -> dict[str, float]:
+        """Share of the steps' time so far that writing pages took and nothing hid, at most; by
+        kind of step, of which there was one."""
+        times = {
+            StepKind.PREFILL: (self.prefill_store_time, self.prefill_time),
+            StepKind.DECODE: (self.decode_store_time, self.decode_time),
+        }
+        return {kind: round(store / whole, 5) for kind, (store, whole) in times.items() if whole}

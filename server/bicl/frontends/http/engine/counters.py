@@ -72,6 +72,7 @@ class Counters:
             evicted_pages=stats.evicted_pages,
             evicted_age_ms=stats.evicted_age_ms,
             preemptions=scheduler.preemptions,
+            cache_rebuilds=stats.rebuilds,
             steps=sum(self._steps.values()),
             prefill_steps=self._steps[StepKind.PREFILL],
             decode_steps=self._steps[StepKind.DECODE],

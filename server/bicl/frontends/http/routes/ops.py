@@ -63,7 +63,9 @@ async def ready(server: Server) -> Response:
 @router.get("/info", tags=TAGS)
 async def info(server: Server) -> Info:
     """The served model, its limits and (`bicl`) its cache."""
-    return server.info
+    stats = server.inference.engine.snapshot()
+    exposed = {"reordering_exposed": stats.reordering_exposed}
+    return server.info.model_copy(update={"bicl": server.info.bicl.model_copy(update=exposed)})
 
 
 @router.get("/v1/models", tags=TAGS)

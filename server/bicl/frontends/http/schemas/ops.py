@@ -19,6 +19,11 @@ class BiclInfo(Wire):
     model_device_type: str
     reuse_enabled: bool
     cache: dict[str, Any] = Field(description="Backend, block size, tile, type, pages, bytes.")
+    reordering_exposed: dict[str, float] = Field(
+        default={},
+        description="Share of the steps' time so far that writing pages took and nothing hid, at "
+        "most; of steps with prompt tokens (prefill) and without (decode).",
+    )
     unsupported: dict[str, str] = Field(description="Request fields that are refused, and why.")
     fallbacks: list[str] = Field(description="What runs otherwise than asked for.")
     without_effect: list[str] = Field(description="Flags that were given and change nothing.")
