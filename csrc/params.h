@@ -121,11 +121,14 @@ struct DecodeParams {
   int force_grid;      // benchmarks: CTAs of stream-K; 0: by rule
 };
 
-// What is kept of every page of a sparse layer; see bicl/sparse/index.py.
+// What is kept of every page of a sparse layer, a record each; see bicl/sparse/index.py.
 struct PageIndex {
-  void* vectors;  // [num_pages][num_kv_heads][2][dims], contiguous
-  DType dtype;    // float16 or bfloat16
-  int dims;       // planes of a row are 2: minimum and maximum of each dim over the page's keys; a multiple of 8
+  // e4m3 [num_kv_heads][centroids][row_bytes], the means of the clusters of a page's keys; then uint8
+  // [num_kv_heads][centroids], the keys in each.
+  uint8_t* records;
+  int64_t record_bytes;  // a multiple of 16
+  int centroids;         // 2, 4 or 8
+  int row_bytes;         // head_dim rounded up to a multiple of 16, zeros in between
 };
 
 struct IndexPagesParams {
@@ -148,10 +151,12 @@ enum class Combine : int { kMax, kSum, kSoftmax };
 // Scoring, selection, or both: what a step has no use for is null.
 struct TilesParams {
   Sequences sequences;       // page_table [batch][max_pages]
-  const void* query;         // [batch][num_q_heads][head_dim] of the index's dtype; rows 16-byte aligned
+  const void* query;         // [batch][num_q_heads][head_dim], rows 16-byte aligned
+  DType query_dtype;         // float16 or bfloat16
+  int head_dim;              // a multiple of 8
   int64_t query_token_stride, query_head_stride;
   PageIndex index;
-  const float* weights;      // [2][index.dims]: of the boxes' centres and of their half widths
+  const float* weights;      // [head_dim], of the dims of the centroids
   float scale;               // of the attention scores
   float* scores;             // [batch][num_q_heads][max_pages]: written if scoring alone, read if selecting alone
   const float* sparsity;     // [batch]

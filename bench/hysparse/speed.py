@@ -12,6 +12,9 @@ turns:
   indexing and choosing cost
 * ``choice``     the choice alone, one after the other
 
+``served`` says what a server does with such a step: where less than ``min_skipped_mb`` of a layer
+would be left out, it runs dense.
+
 ``memory``: the same engine in compact mode: pages that a long prompt holds in the sparse layers
 after its prefill, in bytes, beside those of the full cache.
 
@@ -53,6 +56,7 @@ from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds
 from bicl.sparse.index import index_bytes, make_indexes
+from bicl.sparse.selection import least_skipped
 
 SECTIONS = ("layer", "step", "memory")
 PAGE = 64
@@ -66,6 +70,7 @@ SOURCE_GB = 14.3
 ARENA_BYTES = 20 << 30
 DRAM_BYTES_PER_US = 4.55e6
 COLD_INDEX_BYTES = 1 << 27
+INDEX = HySparseConfig.variant
 
 
 def layer_row(
@@ -78,9 +83,9 @@ def layer_row(
     layer = arena.tiles(layout, sequences.num_pages(PAGE))
     dense = CudaBackend()
     # KV passes the cache by, so the index must be cold by itself, as behind a model's other layers.
-    copies = -(-COLD_INDEX_BYTES // (layer.num_pages * index_bytes(layout, "bounds", layout.dtype)))
+    copies = -(-COLD_INDEX_BYTES // (layer.num_pages * index_bytes(layout, INDEX, layout.dtype)))
     backends = [
-        SparseBackend(dense, config, make_indexes({0: layer}, "bounds", layout.dtype))
+        SparseBackend(dense, config, make_indexes({0: layer}, INDEX, layout.dtype))
         for _ in range(copies)
     ]
     for backend in backends:
@@ -110,9 +115,10 @@ def layer_row(
         raise RuntimeError(f"batch {batch}, context {context}: {comparison.errors}")
     us = {name: sample.median for name, sample in comparison.samples.items()}
     tiles = -(-tokens // PAGE)
+    least = least_skipped(config, layout, arena.device)
     kept = -(-int(chosen[0].cache_seqlens[0]) // PAGE)
     read = kv_bytes((kept * PAGE,) * batch, MAIN_HEADS.kv)
-    scored = batch * tiles * index_bytes(layout, "bounds", layout.dtype)
+    scored = batch * tiles * index_bytes(layout, INDEX, layout.dtype)
     return {
         "context": context,
         "tokens": tokens,
@@ -120,6 +126,8 @@ def layer_row(
         "max_k": config.max_k,
         "tiles": tiles,
         "kept": kept,
+        "skipped_mb": batch * (tiles - kept) * layout.page_bytes / 1e6,
+        "served": "sparse" if batch * (tiles - kept) >= least else "dense",
         "us": us,
         "spread": {n: [s.p20, s.p80] for n, s in comparison.samples.items()},
         "floor_us": {
@@ -229,11 +237,14 @@ def memory_section(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def targets(result: dict[str, Any]) -> list[Verdict]:
-    """What was promised of a sparse layer and of a whole step, at ratio 0.65."""
+    """What was promised of a sparse layer and of a whole step, at ratio 0.65. Shapes that are
+    served dense have no sparse layer."""
     found = []
     for row in result.get("layer", ()):
         shape = f"{row['batch']} x {row['context']}, {row['kept']} of {row['tiles']} tiles"
         share = row["selection_share"]
+        if row["served"] == "dense":
+            continue
         found.append(Verdict(f"choosing, of a sparse layer's time, {shape}", share, 0.15, unit=""))
         if wanted := {32768: 2.3, 131072: 2.5}.get(row["context"]):
             faster = Verdict(f"sparse layer, {shape}", row["speedup"], wanted, at_most=False)
@@ -325,7 +336,7 @@ def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['batch']} x {row['context']}: {row['kept']} of {row['tiles']} tiles; {us} us; "
         f"{row['speedup']:.2f}x, selection {row['selection_us']:.1f} us "
-        f"({row['selection_share']:.0%})"
+        f"({row['selection_share']:.0%}); served {row['served']}"
     )
 
 

@@ -63,6 +63,10 @@ __device__ __forceinline__ void cp_async_16(uint32_t target, const void* source,
                : "memory");
 }
 
+__device__ __forceinline__ void cp_async_4(uint32_t target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int N>

@@ -6,37 +6,44 @@
 
 namespace bicl {
 
-inline DType check_index_dtype(const TensorView& t, const char* name) {
-  const DType dtype = dtype_of(t, name);
-  BICL_CHECK(dtype == DType::kFloat16 || dtype == DType::kBFloat16) << name << " must be float16 or bfloat16";
-  return dtype;
-}
-
-// vectors [num_pages, H, 2, dims].
-inline PageIndex index_of(const TensorView& vectors, int device) {
-  check_cuda(vectors, "vectors", device);
-  check_shape(vectors, "vectors", {-1, -1, 2, -1});
-  check_contiguous(vectors, "vectors");
+// records uint8 [num_pages, record_bytes]; their size says how many centroids a page has.
+inline PageIndex index_of(const TensorView& records, int num_kv_heads, int head_dim, int device) {
+  check_cuda(records, "records", device);
+  check_shape(records, "records", {-1, -1});
+  check_contiguous(records, "records");
+  BICL_CHECK(records.dtype().code == kDLUInt && records.dtype().bits == 8) << "records must be uint8";
+  BICL_CHECK(reinterpret_cast<uintptr_t>(records.data_ptr()) % 16 == 0) << "records must be 16-byte aligned";
+  BICL_CHECK(head_dim > 0 && head_dim % 8 == 0 && head_dim <= 256)
+      << "head_dim is " << head_dim << "; a multiple of 8 up to 256 is needed";
   PageIndex index;
-  index.vectors = vectors.data_ptr();
-  index.dtype = check_index_dtype(vectors, "vectors");
-  index.dims = static_cast<int>(vectors.size(3));
-  BICL_CHECK(index.dims > 0 && index.dims % 8 == 0 && index.dims <= 256)
-      << "vectors has " << index.dims << " dims; a multiple of 8 up to 256 is needed";
-  BICL_CHECK(reinterpret_cast<uintptr_t>(index.vectors) % 16 == 0) << "vectors must be 16-byte aligned";
+  index.records = static_cast<uint8_t*>(records.data_ptr());
+  index.row_bytes = (head_dim + 15) / 16 * 16;
+  for (index.centroids = 2; index.centroids <= 8; index.centroids *= 2) {
+    const int rows = num_kv_heads * index.centroids;
+    index.record_bytes = rows * index.row_bytes + (rows + 15) / 16 * 16;
+    if (records.size(1) == index.record_bytes) return index;
+  }
+  BICL_CHECK(false) << "records of " << records.size(1) << " bytes do not hold 2, 4 or 8 centroids of " << num_kv_heads
+                    << " heads with head_dim " << head_dim;
   return index;
 }
 
-// pages as PageLayout.shape(); vectors as above; slots int64 [T].
-inline void index_pages_api(TensorView pages, TensorView vectors, TensorView slots, int64_t page_size, double k_scale,
-                            bool pdl) {
+inline PageIndex index_of(const TensorView& records, const Pages& pages, int head_dim, int device) {
+  BICL_CHECK(records.size(0) == pages.num_pages)
+      << "records are of " << records.size(0) << " pages, there are " << pages.num_pages;
+  const PageIndex index = index_of(records, pages.num_kv_heads, head_dim, device);
+  BICL_CHECK(index.row_bytes <= pages.padded_head_dim)
+      << "head_dim is " << head_dim << ", the pages have " << pages.padded_head_dim;
+  return index;
+}
+
+// pages as PageLayout.shape(); records as above; slots int64 [T].
+inline void index_pages_api(TensorView pages, TensorView records, TensorView slots, int64_t page_size,
+                            int64_t head_dim, double k_scale, bool pdl) {
   IndexPagesParams p;
   p.pages = pages_of(pages, page_size, k_scale, 1.0);
   const int device = pages.device().device_id;
-  p.index = index_of(vectors, device);
-  check_shape(vectors, "vectors", {p.pages.num_pages, p.pages.num_kv_heads, 2, -1});
-  BICL_CHECK(p.index.dims <= p.pages.padded_head_dim)
-      << "vectors has " << p.index.dims << " dims, the pages have " << p.pages.padded_head_dim;
+  p.index = index_of(records, p.pages, static_cast<int>(head_dim), device);
   check_cuda(slots, "slots", device);
   check_shape(slots, "slots", {-1});
   check_int(slots, "slots", 64);
@@ -50,13 +57,13 @@ inline void index_pages_api(TensorView pages, TensorView vectors, TensorView slo
 }
 
 // store_kv of one token a sequence, and index_pages, in one launch.
-inline void store_and_index_api(TensorView key, TensorView value, TensorView pages, TensorView vectors,
+inline void store_and_index_api(TensorView key, TensorView value, TensorView pages, TensorView records,
                                 TensorView slots, int64_t page_size, double k_scale, double v_scale, bool pdl) {
   const StoreKvParams p = store_params(key, value, pages, slots, page_size, k_scale, v_scale, pdl);
   const int device = pages.device().device_id;
-  const PageIndex index = index_of(vectors, device);
-  check_shape(vectors, "vectors", {p.pages.num_pages, p.pages.num_kv_heads, 2, p.head_dim});
-  BICL_CHECK(p.input_dtype == index.dtype) << "key must have the index's dtype";
+  const PageIndex index = index_of(records, p.pages, p.head_dim, device);
+  BICL_CHECK(p.input_dtype == DType::kFloat16 || p.input_dtype == DType::kBFloat16)
+      << "key must be float16 or bfloat16";
   BICL_CHECK(p.num_tokens < 65536 && p.pages.num_kv_heads < 65536) << "too many tokens for a decode step";
   DeviceGuard guard(device);
   store_and_index(p, index, current_stream(device));
@@ -77,22 +84,25 @@ inline void set_sequences(TilesParams& p, const TensorView& page_table, const Te
   p.num_sms = device_info(device).num_sms;
 }
 
-inline void set_query(TilesParams& p, const TensorView& query, const TensorView& vectors, const TensorView& weights,
+inline void set_query(TilesParams& p, const TensorView& query, const TensorView& records, const TensorView& weights,
                       double scale, int device) {
-  p.index = index_of(vectors, device);
-  check_shape(vectors, "vectors", {-1, p.num_kv_heads, 2, -1});
   check_cuda(query, "query", device);
-  check_shape(query, "query", {p.sequences.batch, -1, p.index.dims});
+  check_shape(query, "query", {p.sequences.batch, -1, -1});
   check_rows(query, "query");
-  BICL_CHECK(dtype_of(query, "query") == p.index.dtype) << "query must have the index's dtype";
+  p.query_dtype = dtype_of(query, "query");
+  BICL_CHECK(p.query_dtype == DType::kFloat16 || p.query_dtype == DType::kBFloat16)
+      << "query must be float16 or bfloat16";
+  p.head_dim = static_cast<int>(query.size(2));
+  p.index = index_of(records, p.num_kv_heads, p.head_dim, device);
+  check_cuda(weights, "weights", device);
+  check_shape(weights, "weights", {1, p.head_dim});
+  check_contiguous(weights, "weights");
+  BICL_CHECK(dtype_of(weights, "weights") == DType::kFloat32) << "weights must be float32";
+  BICL_CHECK(reinterpret_cast<uintptr_t>(weights.data_ptr()) % 16 == 0) << "weights must be 16-byte aligned";
+  p.weights = static_cast<const float*>(weights.data_ptr());
   p.num_q_heads = static_cast<int>(query.size(1));
   BICL_CHECK(p.num_q_heads > 0 && p.num_q_heads % p.num_kv_heads == 0)
       << p.num_q_heads << " query heads do not divide among " << p.num_kv_heads << " KV heads";
-  check_cuda(weights, "weights", device);
-  check_shape(weights, "weights", {2, p.index.dims});
-  check_contiguous(weights, "weights");
-  BICL_CHECK(dtype_of(weights, "weights") == DType::kFloat32) << "weights must be float32";
-  p.weights = static_cast<const float*>(weights.data_ptr());
   BICL_CHECK(scale > 0 && scale < 1e30) << "scale is " << scale << "; a positive finite number is needed";
   p.scale = static_cast<float>(scale);
   p.query = query.data_ptr();
@@ -145,13 +155,13 @@ inline void set_selection(TilesParams& p, const TensorView& selected, const Tens
 }
 
 // scores float32 [B, num_q_heads, max_pages]: what stands at a sequence's last page, or past it, means nothing.
-inline void score_tiles_api(TensorView scores, TensorView query, TensorView vectors, TensorView weights,
-                            TensorView page_table, TensorView cache_seqlens, int64_t page_size, double scale,
-                            bool pdl) {
+inline void score_tiles_api(TensorView scores, TensorView query, TensorView records, TensorView weights,
+                            TensorView page_table, TensorView cache_seqlens, int64_t num_kv_heads, int64_t page_size,
+                            double scale, bool pdl) {
   TilesParams p = {};
-  const int device = vectors.device().device_id;
-  set_sequences(p, page_table, cache_seqlens, vectors.size(1), page_size, 0, 1, device);
-  set_query(p, query, vectors, weights, scale, device);
+  const int device = records.device().device_id;
+  set_sequences(p, page_table, cache_seqlens, num_kv_heads, page_size, 0, 1, device);
+  set_query(p, query, records, weights, scale, device);
   p.scores = scores_of(p, scores, device);
   p.pdl = pdl;
   p.late_input = true;
@@ -184,14 +194,15 @@ inline void select_tiles_api(TensorView selected, TensorView selected_seqlens, O
 // Both at once. pdl: 0 off; 1: the kernel ahead writes nothing that is read but the query and the newest pages'
 // index; 2: it may write anything.
 inline void choose_tiles_api(TensorView selected, TensorView selected_seqlens, Optional<TensorView> positions,
-                             TensorView query, TensorView vectors, TensorView weights, TensorView page_table,
+                             TensorView query, TensorView records, TensorView weights, TensorView page_table,
                              TensorView cache_seqlens, TensorView sparsity, int64_t page_size, int64_t max_k,
                              int64_t first, int64_t recent, int64_t floor, int64_t combine, double scale, int64_t pdl,
                              int64_t force_cluster) {
   TilesParams p = {};
-  const int device = vectors.device().device_id;
-  set_sequences(p, page_table, cache_seqlens, vectors.size(1), page_size, first, recent, device);
-  set_query(p, query, vectors, weights, scale, device);
+  const int device = records.device().device_id;
+  BICL_CHECK(selected.ndim() == 3) << "selected must have shape [B, H, max_pages]";
+  set_sequences(p, page_table, cache_seqlens, selected.size(1), page_size, first, recent, device);
+  set_query(p, query, records, weights, scale, device);
   set_selection(p, selected, selected_seqlens, positions, sparsity, max_k, floor, device);
   p.combine = combine_of(combine);
   p.pdl = pdl > 0;

@@ -15,17 +15,15 @@ namespace bicl {
 namespace sparse {
 namespace {
 
-template <typename T>
-KernelRef tiles_kernel_for(Work work, int blocks) {
-  switch (work) {
-    case Work::kSelect: return kernel_ref<tiles_kernel<T, 1, Work::kSelect>>();
-    case Work::kScore:
-      return blocks == 1 ? kernel_ref<tiles_kernel<T, 1, Work::kScore>>()
-                         : kernel_ref<tiles_kernel<T, 2, Work::kScore>>();
-    default:
-      return blocks == 1 ? kernel_ref<tiles_kernel<T, 1, Work::kChoose>>()
-                         : kernel_ref<tiles_kernel<T, 2, Work::kChoose>>();
-  }
+template <int kCentroids>
+KernelRef scoring_kernel(Work work) {
+  return work == Work::kScore ? kernel_ref<tiles_kernel<kCentroids, Work::kScore>>()
+                              : kernel_ref<tiles_kernel<kCentroids, Work::kChoose>>();
+}
+
+KernelRef tiles_kernel_for(Work work, int centroids) {
+  if (work == Work::kSelect) return kernel_ref<tiles_kernel<2, Work::kSelect>>();
+  return centroids == 2 ? scoring_kernel<2>(work) : centroids == 4 ? scoring_kernel<4>(work) : scoring_kernel<8>(work);
 }
 
 // Raises the kernel's limit of dynamic shared memory, once a kernel and card.
@@ -72,13 +70,12 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   k.p = p;
   k.p.pdl = p.pdl && info.major >= 9;
   k.group = p.num_q_heads / p.num_kv_heads;
-  const int blocks = k.group <= 8 || work == Work::kSelect ? 1 : 2;
-  k.turns = (k.group + 8 * blocks - 1) / (8 * blocks);
-  k.steps = (2 * p.index.dims + 31) / 32;
+  k.blocks = (k.group + 7) / 8;
+  k.steps = (p.index.row_bytes + 4 * kPieceBytes - 1) / (4 * kPieceBytes);
+  const int pages = warp_pages(work == Work::kSelect ? 2 : p.index.centroids);
   k.heads = FastDiv(p.num_kv_heads);
   k.page_log2 = p.page_size == 64 ? 6 : 5;
-  const KernelRef kernel = p.index.dtype == DType::kBFloat16 ? tiles_kernel_for<__nv_bfloat16>(work, blocks)
-                                                             : tiles_kernel_for<__half>(work, blocks);
+  const KernelRef kernel = tiles_kernel_for(work, p.index.centroids);
   allow(kernel, device, info);
   LaunchConfig config;
   config.block = dim3(kThreads);
@@ -86,18 +83,18 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   config.stream = stream;
   const int pairs = p.sequences.batch * p.num_kv_heads;
   const auto split = [&](int splits) {
-    const int row_groups = (p.max_pages + kRows - 1) / kRows;
+    const int page_groups = (p.max_pages + pages - 1) / pages;
     k.splits = FastDiv(splits);
-    const int share = std::max((row_groups + splits - 1) / splits, std::min(row_groups, kWarps));
-    k.row_stride = share * kRows + 4;  // + 4: no bank conflicts among a quad's heads
+    const int share = std::max((page_groups + splits - 1) / splits, std::min(page_groups, kWarps));
+    k.row_stride = share * pages + 4;  // + 4: no bank conflicts among a quad's heads
     config.cluster = work == Work::kChoose ? splits : 1;
     config.grid = dim3(pairs * splits);
-    config.shared_bytes = TilesShared::bytes(k, blocks, work);
+    config.shared_bytes = TilesShared::bytes(k, work);
     return config.shared_bytes + static_cast<int>(sizeof(TopKScratch)) + 1024 <= info.max_shared_bytes;
   };
   bool fits = false;
   if (work == Work::kScore) {
-    const int most = (p.max_pages + kRows * kWarps - 1) / (kRows * kWarps);
+    const int most = (p.max_pages + pages * kWarps - 1) / (pages * kWarps);
     fits = split(std::max(1, std::min(most, 2 * p.num_sms / pairs)));
   } else if (work == Work::kSelect || info.major != 9) {
     fits = split(1);
@@ -117,20 +114,14 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   launch_function<TilesKernelParams>(runnable(kernel), config, k);
 }
 
-template <typename Stored>
-void index_bounds(const IndexPagesParams& p, int tokens, const LaunchConfig& config) {
-  if (p.index.dtype == DType::kBFloat16) launch<index_bounds_kernel<Stored, __nv_bfloat16>>(config, p, tokens);
-  else launch<index_bounds_kernel<Stored, __half>>(config, p, tokens);
-}
-
-template <typename Stored, typename Index>
+template <typename In, typename Stored>
 void run_store_and_index(const StoreKvParams& p, const PageIndex& index, const LaunchConfig& config) {
   const auto aligned = [](const void* data, int64_t token_stride, int64_t head_stride) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0;
   };
   const bool vectors = aligned(p.key, p.key_token_stride, p.key_head_stride) &&
                        aligned(p.value, p.value_token_stride, p.value_head_stride);
-  launch<store_and_index_kernel<Stored, Index>>(config, p, index, vectors);
+  launch<store_and_index_kernel<In, Stored>>(config, p, index, vectors);
 }
 
 }  // namespace
@@ -148,10 +139,10 @@ void index_pages(const IndexPagesParams& p, cudaStream_t stream) {
   config.pdl = p.pdl;
   config.stream = stream;
   switch (p.pages.dtype) {
-    case DType::kFloat16: return index_bounds<__half>(p, tokens, config);
-    case DType::kBFloat16: return index_bounds<__nv_bfloat16>(p, tokens, config);
-    case DType::kFloat8E4M3: return index_bounds<__nv_fp8_e4m3>(p, tokens, config);
-    case DType::kFloat8E5M2: return index_bounds<__nv_fp8_e5m2>(p, tokens, config);
+    case DType::kFloat16: return launch<index_pages_kernel<__half>>(config, p, tokens);
+    case DType::kBFloat16: return launch<index_pages_kernel<__nv_bfloat16>>(config, p, tokens);
+    case DType::kFloat8E4M3: return launch<index_pages_kernel<__nv_fp8_e4m3>>(config, p, tokens);
+    case DType::kFloat8E5M2: return launch<index_pages_kernel<__nv_fp8_e5m2>>(config, p, tokens);
     default: throw std::runtime_error("index_pages: pages must be float16, bfloat16 or fp8");
   }
 }
@@ -163,16 +154,16 @@ void store_and_index(const StoreKvParams& p, const PageIndex& index, cudaStream_
   config.block = dim3(kIndexThreads);
   config.pdl = p.pdl;
   config.stream = stream;
-  const bool bf16 = index.dtype == DType::kBFloat16;
+  const bool bf16 = p.input_dtype == DType::kBFloat16;
   switch (p.pages.dtype) {
     case DType::kFloat16: return run_store_and_index<__half, __half>(p, index, config);
     case DType::kBFloat16: return run_store_and_index<__nv_bfloat16, __nv_bfloat16>(p, index, config);
     case DType::kFloat8E4M3:
-      return bf16 ? run_store_and_index<__nv_fp8_e4m3, __nv_bfloat16>(p, index, config)
-                  : run_store_and_index<__nv_fp8_e4m3, __half>(p, index, config);
+      return bf16 ? run_store_and_index<__nv_bfloat16, __nv_fp8_e4m3>(p, index, config)
+                  : run_store_and_index<__half, __nv_fp8_e4m3>(p, index, config);
     case DType::kFloat8E5M2:
-      return bf16 ? run_store_and_index<__nv_fp8_e5m2, __nv_bfloat16>(p, index, config)
-                  : run_store_and_index<__nv_fp8_e5m2, __half>(p, index, config);
+      return bf16 ? run_store_and_index<__nv_bfloat16, __nv_fp8_e5m2>(p, index, config)
+                  : run_store_and_index<__half, __nv_fp8_e5m2>(p, index, config);
     default: throw std::runtime_error("store_and_index: pages must be float16, bfloat16 or fp8");
   }
 }

@@ -6,11 +6,11 @@
 
 namespace bicl {
 
-// Index rows of every page that `slots` complete.
+// The index of every page that `slots` complete.
 void index_pages(const IndexPagesParams& params, cudaStream_t stream);
 
-// A decode step's store of one token a sequence, and the index rows of pages that this completes. Keys and values
-// have the index's dtype.
+// A decode step's store of one token a sequence, and the index of pages that this completes. Keys and values
+// have 16 bits.
 void store_and_index(const StoreKvParams& params, const PageIndex& index, cudaStream_t stream);
 
 // One score a page and query head.

@@ -1,8 +1,7 @@
 // Which pages a decode step reads: scores of all pages of a (sequence, KV head) against its queries, and the best.
 //
-//   score    a query head's score of a page: what it would weigh if its keys filled the box of its index row,
-//            scale * sum_d (a_d q_d centre_d + w_d |q_d| half_d), which is one product of the row (minima, maxima)
-//            with coefficients of the query
+//   score    a query head's score of a page: the log-sum-exp of its scores of the page's centroids, each counted as
+//            often as it stands for a key: what the page would weigh if its keys were their centroids
 //   combine  the heads of a group agree on one score a page
 //   select   first and recent pages, and the best of the rest, ascending in position
 //
@@ -18,26 +17,29 @@
 
 namespace bicl::sparse {
 
-constexpr int kAlonePages = kWarps * kRows;  // scored by one CTA at once
 constexpr float kLog2e = 1.4426950408889634f;
 
 enum class Work { kScore, kSelect, kChoose };
+
+// Pages a warp scores at once.
+constexpr int warp_pages(int centroids) { return centroids == 8 ? 8 : 16; }
 
 struct TilesKernelParams {
   TilesParams p;
   FastDiv heads;   // KV heads
   FastDiv splits;  // CTAs a (sequence, KV head)
   int group;       // query heads of one KV head
-  int turns;       // blocks of 8 kBlocks query heads
-  int steps;       // of 4 pieces, in an index row
+  int blocks;      // of 8 query heads
+  int steps;       // of 4 pieces, in a row of the index
   int row_stride;  // of a head's scores in shared memory
   int page_log2;   // of tokens a page
 };
 
 // Shared memory beside TopKScratch.
 struct TilesShared {
-  uint4* vectors;  // [turns * blocks][steps][lane], the coefficients
-  float* weights;  // [2][dims]
+  uint4* vectors;  // [blocks][steps][2][lane], the queries
+  uint4* queries;  // [group][head_dim] as they come
+  float4* weights; // [head_dim]
   float2* stats;   // [cluster][group]: greatest score and sum of a CTA's share
   float* factors;  // [group]
   float* scores;   // [group][row_stride] of the CTA's share
@@ -45,32 +47,41 @@ struct TilesShared {
   uint32_t* keys;  // [max_pages]
   uint16_t* list;  // [max_pages]
 
-  __host__ __device__ static int vector_count(const TilesKernelParams& k, int blocks, Work work) {
-    return work == Work::kSelect ? 0 : k.turns * blocks * k.steps * 32;
+  __host__ __device__ static int vector_count(const TilesKernelParams& k, Work work) {
+    return work == Work::kSelect ? 0 : k.blocks * k.steps * 64;
   }
-  static int bytes(const TilesKernelParams& k, int blocks, Work work) {
-    int bytes = vector_count(k, blocks, work) * 16 + 2 * k.p.index.dims * 4;
+  static __host__ __device__ int query_count(const TilesKernelParams& k, Work work) {
+    return work == Work::kSelect ? 0 : k.group * k.p.head_dim / 8;
+  }
+  static __host__ __device__ int weight_count(const TilesKernelParams& k, Work work) {
+    return work == Work::kSelect ? 0 : k.p.head_dim / 4;
+  }
+  static int bytes(const TilesKernelParams& k, Work work) {
+    int bytes = (vector_count(k, work) + query_count(k, work) + weight_count(k, work)) * 16;
     if (work != Work::kScore)
-      bytes += k.group * (kMaxCluster * 8 + 4 + k.row_stride * 4) + k.p.max_pages * 10;
+      bytes += k.group * (kMaxCluster * 8 + 4 + k.row_stride * 4) + k.p.max_pages * 10 + 16;
     return bytes;
   }
-  __device__ __forceinline__ TilesShared(char* base, const TilesKernelParams& k, int blocks, Work work) {
+  __device__ __forceinline__ TilesShared(char* base, const TilesKernelParams& k, Work work) {
     vectors = reinterpret_cast<uint4*>(base);
-    stats = reinterpret_cast<float2*>(vectors + vector_count(k, blocks, work));
-    weights = reinterpret_cast<float*>(stats + (work == Work::kScore ? 0 : kMaxCluster * k.group));
-    factors = weights + 2 * k.p.index.dims;
+    queries = vectors + vector_count(k, work);
+    weights = reinterpret_cast<float4*>(queries + query_count(k, work));
+    pages = reinterpret_cast<int32_t*>(weights + weight_count(k, work));
+    stats = reinterpret_cast<float2*>(pages + (k.p.max_pages + 3) / 4 * 4);
+    factors = reinterpret_cast<float*>(stats + kMaxCluster * k.group);
     scores = factors + k.group;
-    pages = reinterpret_cast<int32_t*>(scores + k.group * k.row_stride);
-    keys = reinterpret_cast<uint32_t*>(pages + k.p.max_pages);
+    keys = reinterpret_cast<uint32_t*>(scores + k.group * k.row_stride);
     list = reinterpret_cast<uint16_t*>(keys + k.p.max_pages);
   }
 };
 
-template <typename T, int kBlocks, Work kWork>
+template <int kCentroids, Work kWork>
 class TilesCta {
  public:
+  static constexpr int kPages = warp_pages(kCentroids), kOctets = kPages / 8;
+
   __device__ __forceinline__ TilesCta(const TilesKernelParams& k, char* shared)
-      : k_(k), p_(k.p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), shared_(shared, k, kBlocks, kWork) {
+      : k_(k), p_(k.p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), shared_(shared, k, kWork) {
     uint32_t head, rank;
     const uint32_t pair = k.splits.divide(blockIdx.x, rank);
     sequence_ = k.heads.divide(pair, head);
@@ -88,7 +99,7 @@ class TilesCta {
       keep_all();
       return;
     }
-    if (kWork == Work::kChoose && peers_.count > 1 && count_ <= kAlonePages) {
+    if (kWork == Work::kChoose && peers_.count > 1 && count_ <= kWarps * kPages) {
       // Little to share: quicker alone than with barriers.
       peers_.wait_started();
       if (peers_.rank > 0) return;
@@ -113,17 +124,23 @@ class TilesCta {
   __device__ __forceinline__ void read_lengths() {
     length_ = max(p_.sequences.cache_seqlens[sequence_], 0);
     count_ = min((length_ + p_.page_size - 1) >> k_.page_log2, p_.max_pages);
-    first_scored_ = min(p_.rule.first, count_);
-    end_scored_ = max(first_scored_, count_ - p_.rule.recent);
-    const int groups = (count_ + kRows - 1) / kRows;
-    begin_ = k_.splits.divide(groups * peers_.rank) * kRows;
-    end_ = min(static_cast<int>(k_.splits.divide(groups * (peers_.rank + 1))) * kRows, count_);
+    first_competing_ = min(p_.rule.first, count_);
+    end_competing_ = max(first_competing_, count_ - p_.rule.recent);
+    begin_ = share_begin(peers_.rank);
+    end_ = share_begin(peers_.rank + 1);
     if (kWork == Work::kScore) return;
     const float share = p_.sparsity[sequence_];
     // tiles_to_keep(): each operation rounded, as there.
     const int skipped = static_cast<int>(floorf(__fadd_rn(__fmul_rn(static_cast<float>(count_), share), 1.f / 64)));
     const int kept = min(max(count_ - skipped, max(p_.rule.floor, p_.rule.first + p_.rule.recent)), p_.rule.max_k);
     keep_ = share > 0.f ? min(kept, count_) : count_;
+  }
+
+  // First page of a CTA's share.
+  __device__ __forceinline__ int share_begin(int rank) const {
+    if (peers_.count == 1) return rank * count_;
+    const int groups = (count_ + kPages - 1) / kPages;
+    return min(static_cast<int>(k_.splits.divide(groups * rank)) * kPages, count_);
   }
 
   __device__ __forceinline__ const int32_t* table() const {
@@ -138,134 +155,181 @@ class TilesCta {
   }
 
   // --- scores ------------------------------------------------------------------------------------------------------
-  // Rows g and g + 8 of the 16 pages from `first` on; null where there is nothing to score.
-  struct Sources {
-    const uint16_t *upper, *lower;
-  };
+  // The lane's of the pages from `first` on; -1 where there is nothing to score.
   __device__ __forceinline__ int32_t page_at(int first) const {
-    const int position = first + lane_ % kRows;
-    return position >= begin_scored() && position < end_scored() ? table()[position] : -1;
+    const int position = first + lane_ % kPages;
+    return position >= begin_ && position < end_counted() ? table()[position] : -1;
   }
-  __device__ __forceinline__ Sources sources(int32_t page) const {
-    const int64_t row = 2 * p_.index.dims;
-    const auto* base = static_cast<const uint16_t*>(p_.index.vectors) + head_ * row;
-    const auto at = [&](int32_t id) { return id < 0 ? nullptr : base + id * (p_.num_kv_heads * row); };
-    return {at(__shfl_sync(~0u, page, lane_ / 4)), at(__shfl_sync(~0u, page, lane_ / 4 + 8))};
+
+  // Record of page g of eight.
+  __device__ __forceinline__ const uint8_t* record(int32_t page, int octet) const {
+    const int32_t id = __shfl_sync(~0u, page, 8 * octet + lane_ / 4);
+    return id < 0 ? nullptr : p_.index.records + id * p_.index.record_bytes;
   }
 
   __device__ __forceinline__ void score() {
-    const int pieces = 2 * p_.index.dims / kPieceElements;
-    int first = begin_ + warp_ * kRows;
+    const int row_bytes = p_.index.row_bytes, own_rows = head_ * kCentroids * row_bytes;
+    const int own_counts = p_.num_kv_heads * kCentroids * row_bytes + head_ * kCentroids;
+    int first = begin_ + warp_ * kPages;
     int32_t page = page_at(first);
+    fetch();
     bool ready = false;
 #pragma unroll 1
     do {
-      const Sources from = sources(page);
-      page = page_at(first + kWarps * kRows);
-#pragma unroll 1
-      for (int turn = 0; turn < k_.turns; ++turn) {
-        float acc[kBlocks][4] = {};
-#pragma unroll 1
-        for (int step = 0; step < k_.steps; step += kStep) {
-          RowPieces rows;
-          load_rows(rows, from.upper, from.lower, 4 * step, pieces, lane_);
-          if (!ready) prepare();  // the first rows are on their way while the query is still being written
-          ready = true;
-          multiply<T, kBlocks>(acc, rows, shared_.vectors + (turn * kBlocks * k_.steps + step) * 32, k_.steps * 32,
-                               k_.steps - step, lane_);
-        }
-        put_scores(acc, turn * kBlocks * 8, first);
+      const uint8_t* records[kOctets];
+      Counts counts[kOctets];
+#pragma unroll
+      for (int octet = 0; octet < kOctets; ++octet) {
+        records[octet] = record(page, octet);
+        counts[octet] = load_counts(records[octet], own_counts);
       }
-      first += kWarps * kRows;
+      page = page_at(first + kWarps * kPages);
+      PagePieces<kCentroids> pieces[kOctets];
+#pragma unroll 1
+      for (int block = 0; block < k_.blocks; ++block) {
+        float acc[kOctets][kCentroids / 2][4] = {};
+#pragma unroll 1
+        for (int step = 0; step < k_.steps; step += kSteps) {
+          if (block == 0 || k_.steps > kSteps)
+#pragma unroll
+            for (int octet = 0; octet < kOctets; ++octet)
+              load_pieces(pieces[octet], records[octet] == nullptr ? nullptr : records[octet] + own_rows, row_bytes, step,
+                          lane_);
+          if (!ready) prepare();
+          ready = true;
+          const uint4* vectors = shared_.vectors + (block * k_.steps + step) * 64;
+#pragma unroll
+          for (int octet = 0; octet < kOctets; ++octet)
+            multiply(acc[octet], pieces[octet], vectors, k_.steps - step, lane_);
+        }
+#pragma unroll
+        for (int octet = 0; octet < kOctets; ++octet) put_scores(acc[octet], counts[octet], block * 8, first + 8 * octet);
+      }
+      first += kWarps * kPages;
     } while (first < end_);
     __syncthreads();
   }
 
-  __device__ __forceinline__ void prepare() const {
+  // Keys of each centroid of a page, a byte each.
+  using Counts = std::conditional_t<kCentroids == 8, uint64_t, uint32_t>;
+  __device__ __forceinline__ Counts load_counts(const uint8_t* record, int offset) const {
+    if (record == nullptr) return 0;
+    if constexpr (kCentroids == 8) return __ldg(reinterpret_cast<const unsigned long long*>(record + offset));
+    else if constexpr (kCentroids == 4) return __ldg(reinterpret_cast<const uint32_t*>(record + offset));
+    else return __ldg(reinterpret_cast<const uint16_t*>(record + offset));
+  }
+
+  // Small reads go ahead of the rows: behind them, memory answers after microseconds.
+  __device__ __forceinline__ void fetch() const {
+    for (int i = threadIdx.x; i < p_.head_dim / 4; i += kThreads)
+      ptx::cp_async_16(ptx::smem_address(shared_.weights + i), p_.weights + 4 * i);
     if (kWork == Work::kChoose && peers_.rank == 0) fetch_table();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < 2 * p_.index.dims; i += kThreads) shared_.weights[i] = p_.weights[i];
-    __syncthreads();
     if (p_.pdl) ptx::grid_dependency_wait();
-    put_coefficients();
+    const int chunks = p_.head_dim / 8;
+    const auto* query = static_cast<const uint16_t*>(p_.query) + sequence_ * p_.query_token_stride +
+                        static_cast<int64_t>(head_ * k_.group) * p_.query_head_stride;
+    for (int i = threadIdx.x; i < k_.group * chunks; i += kThreads)
+      ptx::cp_async_16(ptx::smem_address(shared_.queries + i),
+                       query + i / chunks * p_.query_head_stride + i % chunks * 8);
+    ptx::cp_async_commit();
+  }
+
+  __device__ __forceinline__ void prepare() const {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    put_queries();
     __syncthreads();
   }
 
   __device__ __forceinline__ void fetch_table() const {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < count_; i += kThreads) shared_.pages[i] = table()[i];
+    for (int i = threadIdx.x; i < count_; i += kThreads)
+      ptx::cp_async_4(ptx::smem_address(shared_.pages + i), table() + i);
   }
 
-  __device__ __forceinline__ void put_scores(const float (&acc)[kBlocks][4], int first_head, int first) const {
+  // Of page g of eight, from `first` on: log-sum-exp over its centroids, in bits.
+  __device__ __forceinline__ void put_scores(const float (&acc)[kCentroids / 2][4], Counts counts, int first_head,
+                                             int first) const {
+    const int position = first + lane_ / 4;
+    const float scale = p_.scale * kLog2e;
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n)
+    for (int column = 0; column < 2; ++column) {
+      float values[kCentroids], most = -INFINITY, sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int query_head = first_head + 8 * n + lane_ % 4 * 2 + i % 2;
-        const int position = first + lane_ / 4 + i / 2 * 8;
-        if (query_head >= k_.group || position >= end_) continue;
-        if (kWork == Work::kScore) scores_of(query_head)[position] = acc[n][i];
-        else shared_.scores[query_head * k_.row_stride + position - begin_] = acc[n][i];
+      for (int c = 0; c < kCentroids; ++c) {
+        values[c] = acc[c / 2][c % 2 * 2 + column] * scale;
+        if (count_of(counts, c) != 0) most = fmaxf(most, values[c]);
       }
+#pragma unroll
+      for (int c = 0; c < kCentroids; ++c)
+        if (count_of(counts, c) != 0) sum += count_of(counts, c) * ptx::exp2_approx(values[c] - most);
+      const float score = most + __log2f(sum);
+      const int query_head = first_head + lane_ % 4 * 2 + column;
+      if (query_head >= k_.group || position >= end_) continue;
+      if (kWork == Work::kScore) scores_of(query_head)[position] = score / kLog2e;
+      else shared_.scores[query_head * k_.row_stride + position - begin_] = score;
+    }
   }
+  static __device__ __forceinline__ int count_of(Counts counts, int c) { return counts >> 8 * c & 0xff; }
 
   __device__ __forceinline__ void read_scores() const {
 #pragma unroll 1
     for (int query_head = 0; query_head < k_.group; ++query_head)
 #pragma unroll 2
       for (int i = threadIdx.x; i < count_; i += kThreads)
-        shared_.scores[query_head * k_.row_stride + i] = scores_of(query_head)[i];
+        shared_.scores[query_head * k_.row_stride + i] = scores_of(query_head)[i] * kLog2e;
     fetch_table();
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
     __syncthreads();
   }
 
-  // The queries of the group as vectors for multiply(): of each dim, scale (a q - w |q|) / 2 for the minimum and
-  // scale (a q + w |q|) / 2 for the maximum.
-  __device__ __forceinline__ void put_coefficients() const {
-    const auto* query = static_cast<const T*>(p_.query) + sequence_ * p_.query_token_stride;
-    const int dims = p_.index.dims, half = dims / kPieceElements;
-    const int total = k_.turns * kBlocks * k_.steps;
+  // The queries of the group, weighted, in fp16, as vectors for multiply().
+  __device__ __forceinline__ void put_queries() const {
+    const int total = 2 * k_.blocks * k_.steps;
 #pragma unroll 1
-    for (int item = warp_, block = 0, step = warp_; item < total; item += kWarps, step += kWarps) {
+    for (int item = warp_; item < total; item += kWarps) {
+      int block = 0, step = item / 2;
       while (step >= k_.steps) step -= k_.steps, ++block;
       const int query_head = block * 8 + lane_ / 4;
-      int piece = 4 * step + lane_ % 4;
-      const float sign = piece < half ? -0.5f : 0.5f;
-      if (piece >= half) piece -= half;
-      alignas(16) T values[kPieceElements] = {};
-      if (query_head < k_.group && piece < half) {
-        const int dim = piece * kPieceElements;
-        const uint4 raw = *reinterpret_cast<const uint4*>(
-            query + static_cast<int64_t>(head_ * k_.group + query_head) * p_.query_head_stride + dim);
-#pragma unroll
-        for (int j = 0; j < kPieceElements; ++j) {
-          const float q = to_float(reinterpret_cast<const T*>(&raw)[j]);
-          const float centre = shared_.weights[dim + j] * q, spread = shared_.weights[dims + dim + j] * fabsf(q);
-          values[j] = from_float<T>(p_.scale * (0.5f * centre + sign * spread));
-        }
+      const int dim = (4 * step + lane_ % 4) * kPieceBytes + item % 2 * 8;
+      uint4 packed = make_uint4(0, 0, 0, 0);
+      if (query_head < k_.group && dim < p_.head_dim) {
+        const float4 weights[2] = {shared_.weights[dim / 4], shared_.weights[dim / 4 + 1]};
+        const uint4 raw = shared_.queries[(query_head * p_.head_dim + dim) / 8];
+        packed = p_.query_dtype == DType::kBFloat16 ? weighted<__nv_bfloat16>(raw, weights)
+                                                    : weighted<__half>(raw, weights);
       }
-      shared_.vectors[item * 32 + lane_] = *reinterpret_cast<const uint4*>(values);
+      shared_.vectors[item * 32 + lane_] = packed;
     }
+  }
+  template <typename T>
+  static __device__ __forceinline__ uint4 weighted(const uint4& raw, const float4 (&weights)[2]) {
+    const auto* values = reinterpret_cast<const T*>(&raw);
+    const auto pair = [&](int i, float first, float second) {
+      return ptx::pack(to_float(values[i]) * first, to_float(values[i + 1]) * second, __half{});
+    };
+    return make_uint4(pair(0, weights[0].x, weights[0].y), pair(2, weights[0].z, weights[0].w),
+                      pair(4, weights[1].x, weights[1].y), pair(6, weights[1].z, weights[1].w));
   }
 
   // --- combining -----------------------------------------------------------------------------------------------------
-  // Pages of this CTA's share that compete.
-  __device__ __forceinline__ int begin_scored() const { return max(begin_, first_scored_); }
-  __device__ __forceinline__ int end_scored() const { return min(end_, end_scored_); }
+  // Pages of this CTA's share up to here are scored and count in the softmax, those that are kept anyway at the
+  // sequence's begin, too. The newest have no index yet, or one that is just being written.
+  __device__ __forceinline__ int end_counted() const { return min(end_, count_ - p_.rule.recent); }
 
   // Each head's scores to exp(score - greatest of the share), and the factor that makes them its softmax over all
-  // pages that compete. A warp a head.
+  // pages that count. A warp a head.
   __device__ __forceinline__ void normalise() const {
 #pragma unroll 1
     for (int query_head = warp_; query_head < k_.group; query_head += kWarps) {
       float* scores = shared_.scores + query_head * k_.row_stride - begin_;
       float most = -INFINITY, sum = 0.f;
 #pragma unroll 4
-      for (int i = begin_scored() + lane_; i < end_scored(); i += 32) most = fmaxf(most, scores[i]);
+      for (int i = begin_ + lane_; i < end_counted(); i += 32) most = fmaxf(most, scores[i]);
       most = warp_max(most);
 #pragma unroll 4
-      for (int i = begin_scored() + lane_; i < end_scored(); i += 32) {
-        const float weight = ptx::exp2_approx((scores[i] - most) * kLog2e);
+      for (int i = begin_ + lane_; i < end_counted(); i += 32) {
+        const float weight = ptx::exp2_approx(scores[i] - most);
         scores[i] = weight;
         sum += weight;
       }
@@ -278,9 +342,9 @@ class TilesCta {
       const float2 part =
           lane_ < peers_.count ? shared_.stats[lane_ * k_.group + query_head] : make_float2(-INFINITY, 0.f);
       const float most = warp_max(part.x);
-      const float all = warp_sum(part.x == -INFINITY ? 0.f : part.y * ptx::exp2_approx((part.x - most) * kLog2e));
+      const float all = warp_sum(part.x == -INFINITY ? 0.f : part.y * ptx::exp2_approx(part.x - most));
       const float own = __shfl_sync(~0u, part.x, peers_.rank);
-      if (lane_ == 0) shared_.factors[query_head] = __fdividef(ptx::exp2_approx((own - most) * kLog2e), all);
+      if (lane_ == 0) shared_.factors[query_head] = __fdividef(ptx::exp2_approx(own - most), all);
     }
     __syncthreads();
   }
@@ -292,7 +356,7 @@ class TilesCta {
 #pragma unroll 1
     for (int i = begin_ + threadIdx.x; i < end_; i += kThreads) {
       uint32_t key = kAlways;
-      if (i >= first_scored_ && i < end_scored_) {
+      if (i >= first_competing_ && i < end_competing_) {
         float all = p_.combine == Combine::kMax ? -INFINITY : 0.f;
 #pragma unroll 4
         for (int h = 0; h < k_.group; ++h) {
@@ -315,8 +379,8 @@ class TilesCta {
   }
 
   __device__ __forceinline__ void select(TopKScratch& scratch) const {
-    const int need = keep_ - (count_ - (end_scored_ - first_scored_));
-    const Cut cut = need > 0 ? find_cut(shared_.keys, first_scored_, end_scored_, need, scratch) : Cut{kAlways - 1, 0};
+    const int need = keep_ - (count_ - (end_competing_ - first_competing_));
+    const Cut cut = need > 0 ? find_cut(shared_.keys, first_competing_, end_competing_, need, scratch) : Cut{kAlways - 1, 0};
     list_taken(shared_.keys, count_, cut, shared_.list, scratch);
 #pragma unroll 2
     for (int i = threadIdx.x; i < keep_; i += kThreads) {
@@ -344,16 +408,16 @@ class TilesCta {
   int sequence_, head_;
   Peers peers_;
   int length_ = 0, count_ = 0;             // tokens and pages of the sequence
-  int first_scored_ = 0, end_scored_ = 0;  // pages that compete
+  int first_competing_ = 0, end_competing_ = 0;  // pages that compete
   int begin_ = 0, end_ = 0;                // pages of this CTA's share
   int keep_ = 0;
 };
 
-template <typename T, int kBlocks, Work kWork>
+template <int kCentroids, Work kWork>
 __global__ void __launch_bounds__(kThreads, 2) tiles_kernel(const __grid_constant__ TilesKernelParams params) {
   extern __shared__ __align__(16) char shared[];
   __shared__ TopKScratch scratch;
-  TilesCta<T, kBlocks, kWork>(params, shared).run(scratch);
+  TilesCta<kCentroids, kWork>(params, shared).run(scratch);
 }
 
 }  // namespace bicl::sparse

@@ -131,11 +131,11 @@ def choose(shape: Shape) -> None:
     backend = CudaBackend()
     step: Step = decode_step(backend, [1, 65, 0, 700], layout, group=group, dtype=dtype)
     meta, layer, size = step.meta, step.layer, layout.page_size
-    index = make_indexes({0: layer}, "bounds", dtype)[0]
+    index = make_indexes({0: layer}, "centroids", dtype)[0]
     sparse.index_pages(layer, index, step.slots)
     newest = torch.tensor([0, 65, 765], device=DEVICE)
     rows = (step.key[newest], step.value[newest], step.slots[newest])
-    backend.store(layer, *rows, bounds=index.vectors)
+    backend.store(layer, *rows, records=index.vectors)
     rule = SelectionRule(page_size=size, max_k=512, first=1, recent=1, floor=0)
     sparsity = torch.tensor([0.65, 0.65, 0.65, 0.5], device=DEVICE)
     place = (meta.page_table, meta.cache_seqlens)

@@ -42,7 +42,7 @@ CASES = {
     ("prefill4sm90", "plan_kernel"): [f"{PREFILL}[torch.bfloat16-128-chunk on a long prefix]"],
     ("prefill4sm90", "__nv_fp8_e4m3"): [f"{PREFILL}[torch.float8_e4m3fn-128-ragged]"],
     ("prefill3mma", "__nv_fp8_e5m2"): [f"{PREFILL}[torch.float8_e5m2-64-ragged]"],
-    ("index_bounds_kernel", "store_and_index_kernel", "tiles_kernel"): [SPARSE],
+    ("index_pages_kernel", "store_and_index_kernel", "tiles_kernel"): [SPARSE],
 }
 
 

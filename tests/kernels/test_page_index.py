@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from support.cases import PAGES_AND_TILES
 from support.device import as_stored
-from support.sparse import LENGTHS, STORED, indexed_step
+from support.sparse import LENGTHS, STORED, UNSET, indexed_step
 
 from bicl.attention.cuda import CudaBackend
 from bicl.cache.layout import PageLayout
@@ -20,7 +18,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("page_and_tile", PAGES_AND_TILES)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-def test_index_rows_are_the_bounds_of_full_pages(
+def test_full_pages_are_described_as_their_keys_lie(
     backend: CudaBackend, stored: str, page_and_tile: tuple[int, int], head_dim: int
 ) -> None:
     dtype, kept_as = STORED[stored]
@@ -34,11 +32,29 @@ def test_index_rows_are_the_bounds_of_full_pages(
             full[slot // size] = key[row - size + 1 : row + 1]
     assert full
     vectors = own.index.vectors
-    for page, keys in full.items():
-        assert torch.equal(vectors[page, :, 0], keys.amin(0).to(dtype))
-        assert torch.equal(vectors[page, :, 1], keys.amax(0).to(dtype))
+    keys = torch.stack([page.transpose(0, 1) for page in full.values()]).float()
+    assert torch.equal(vectors[list(full)], own.index.describe(keys))
     others = [page for page in range(len(vectors)) if page not in full]
-    assert bool(vectors[others].isnan().all()), "a page that is not full was indexed"
+    assert bool((vectors[others] == UNSET).all()), "a page that is not full was indexed"
+
+
+def test_equal_keys_leave_clusters_empty_and_ties_go_to_the_earlier_key(
+    backend: CudaBackend,
+) -> None:
+    """Small integers: every distance is exact, in float32 as in the twin."""
+    layout = PageLayout(2, 64, torch.bfloat16, 64, 64)
+    own = indexed_step(backend, [64 * 6], layout)
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randint(-1, 2, (6 * 64, 2, 64), generator=generator)
+    keys[64:128] = 1  # one key, 64 times
+    keys[128:192] = keys[128:130].repeat(32, 1, 1)  # two
+    keys[192:256, :, 1:] = 0  # three at most, at equal distances
+    rows = keys.bfloat16().cuda()
+    backend.store(own.step.layer, rows, rows, own.step.slots)
+    sparse.index_pages(own.step.layer, own.index, own.step.slots)
+    pages = own.step.slots[63::64] // 64
+    wanted = own.index.describe(rows.float().view(6, 64, 2, 64).transpose(1, 2))
+    assert torch.equal(own.index.vectors[pages], wanted)
 
 
 def test_slots_that_complete_no_page_or_are_skipped_touch_no_index_row(
@@ -46,10 +62,10 @@ def test_slots_that_complete_no_page_or_are_skipped_touch_no_index_row(
 ) -> None:
     layout = PageLayout(2, 64, torch.bfloat16, 64, 64)
     own = indexed_step(backend, [200], layout)
-    own.index.vectors.fill_(math.nan)
+    own.index.vectors.fill_(UNSET)
     slots = torch.tensor([-1, 0, 62, 64, -64, 126], device="cuda")
     sparse.index_pages(own.step.layer, own.index, slots)
-    assert bool(own.index.vectors.isnan().all())
+    assert bool((own.index.vectors == UNSET).all())
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -63,7 +79,7 @@ def test_storing_a_step_indexes_the_pages_it_completes(
     layout = PageLayout(3, head_dim, kept_as, *page_and_tile)
     lengths = [64, 65, 640, 63, 1, 96, 1024]
     own = indexed_step(backend, lengths, layout, dtype=dtype)
-    wanted_pages, wanted_rows = own.step.layer.pages.clone(), own.index.vectors.clone()
+    wanted_pages, wanted_records = own.step.layer.pages.clone(), own.index.vectors.clone()
     ends = torch.tensor(lengths).cumsum(0) - 1
     slots = own.step.slots[ends].clone()
     slots[1] = -1
@@ -73,14 +89,14 @@ def test_storing_a_step_indexes_the_pages_it_completes(
         raw = torch.uint8 if kept_as.itemsize == 1 else torch.int16
         own.step.layer.pages[page].view(raw).view(3, 2, -1)[:, :, offsets] = 0
         if row == layout.page_size - 1:
-            own.index.vectors[page] = math.nan
+            own.index.vectors[page] = UNSET
     backend.store(
         own.step.layer,
         own.step.key[ends],
         own.step.value[ends],
         slots,
-        bounds=own.index.vectors,
+        records=own.index.vectors,
     )
     bits = own.step.layer.pages.view(torch.uint8)
     assert torch.equal(bits, wanted_pages.view(torch.uint8))
-    assert torch.equal(own.index.vectors.nan_to_num(9.0), wanted_rows.nan_to_num(9.0))
+    assert torch.equal(own.index.vectors, wanted_records)

@@ -1,12 +1,11 @@
 """Decode steps with an index of their pages, and the choice of pages made on the GPU.
 
-Index rows that nobody computed are NaN.
+Index records that nobody computed are full of ``UNSET``.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from support.cases import FP8_DTYPES, Step
@@ -16,8 +15,11 @@ from bicl.attention.cuda import CudaBackend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.cache.layout import PageLayout
 from bicl.ops.cuda import sparse
-from bicl.sparse.index import LayerIndex
+from bicl.sparse.index import LayerIndex, make_indexes
 from bicl.sparse.selection import SelectionRule
+
+UNSET = 0xFF
+"""NaN as e4m3."""
 
 LENGTHS = {
     "edges": [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 700],
@@ -58,10 +60,9 @@ def indexed_step(
     step = decode_step(
         backend, lengths, layout, group=group, dtype=dtype, seed=seed, k_scale=k_scale
     )
-    shape = (step.layer.num_pages, layout.num_kv_heads, 2, layout.head_dim)
-    vectors = torch.full(shape, math.nan, dtype=dtype, device="cuda")
-    weights = torch.rand(2, layout.head_dim, device="cuda") + 0.25
-    index = LayerIndex(step.layer, vectors, "bounds", weights)
+    empty = make_indexes({0: step.layer}, "centroids", dtype)[0]
+    empty.vectors.fill_(UNSET)
+    index = replace(empty, weights=torch.rand(1, layout.head_dim, device="cuda") + 0.25)
     sparse.index_pages(step.layer, index, step.slots)
     return Indexed(step, index, layout.head_dim**-0.5)
 

@@ -67,14 +67,14 @@ class CudaBackend:
         value: torch.Tensor,
         slots: torch.Tensor,
         *,
-        bounds: torch.Tensor | None = None,
+        records: torch.Tensor | None = None,
     ) -> None:
         """See ``AttentionBackend.store``. Slots are trusted to lie in the pool.
 
         Args:
-            bounds: for a step of one token a sequence: ``[num_pages, H, 2, head_dim]`` of the
-                rows' dtype, minimum and maximum of each page's keys; rewritten for the pages that
-                this step completes, in the same launch.
+            records: for a step of one token a sequence: uint8 ``[num_pages, n]``, the index of
+                HySparse (``bicl/sparse/index.py``); rewritten for the pages that this step
+                completes, in the same launch.
         """
         check_no_grad("key", key)
         check_no_grad("value", value)
@@ -83,10 +83,10 @@ class CudaBackend:
         if value.stride(-1) != 1:
             value = value.contiguous()
         try:
-            if bounds is None:
+            if records is None:
                 store_kv(layer, key, value, slots, pdl=self.pdl)
             else:
-                store_and_index(layer, bounds, key, value, slots, pdl=self.pdl)
+                store_and_index(layer, records, key, value, slots, pdl=self.pdl)
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
         self._stored = (layer.pages, slots)

@@ -73,7 +73,7 @@ class SparseBackend:
         """See ``AttentionBackend.store``; pages that this fills enter the index."""
         index = self._by_pages.get(layer.pages.data_ptr())
         if index is not None and self._decodes and self._overlapping is not None:
-            self._overlapping.store(layer, key, value, slots, bounds=index.vectors)
+            self._overlapping.store(layer, key, value, slots, records=index.vectors)
         else:
             self.inner.store(layer, key, value, slots)
             if index is not None:
@@ -220,4 +220,4 @@ class SparseBackend:
         for layer in layers:
             index = self._by_pages.get(layer.pages.data_ptr())
             if index is not None:
-                index.put(target, index.vectors[source])
+                index.vectors.index_copy_(0, target, index.vectors.index_select(0, source))

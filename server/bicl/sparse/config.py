@@ -75,7 +75,7 @@ class HySparseConfig:
     min_skipped_mb: int = 32
     first: int = 1
     recent: int = 2
-    variant: str = "bounds"
+    variant: str = "centroids"
     combine: str = "softmax"
     gate_path: str | None = None
     text_kind: str = "auto"

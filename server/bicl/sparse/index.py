@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
+from bicl.ops.cpu.sparse import EMPTY
 from bicl.sparse.sgm import (
     CENTROID_TOKENS,
     GATE_DIM,
@@ -21,11 +22,7 @@ from bicl.sparse.sgm import (
     make_gate,
 )
 
-__all__ = ["LayerIndex", "as_bytes", "index_bytes", "index_dtype", "make_indexes", "round_rows"]
-
-SIZE_DIMS = 16
-"""Behind a centroid: the logarithm of its cluster's size, and zeros; 16 bytes, as kernels read."""
-CENTROID_DTYPE = torch.float8_e4m3fn
+__all__ = ["LayerIndex", "index_bytes", "make_indexes", "unpack_centroids"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,14 @@ class LayerIndex:
 
     Attributes:
         layer: the pages it describes.
-        vectors: ``[num_pages, H, rows, dims]``: for ``centroids`` the means of clusters of the
-            page's keys in e4m3, each with the logarithm of its size and zeros behind it; for
-            ``bounds`` minimum and maximum of each dim over the page's keys; for ``gate`` one row,
-            the mean of their gated directions. Rows of pages that are not full hold anything.
+        vectors: a record a page; those of pages that are not full hold anything. ``centroids``:
+            uint8 ``[num_pages, n]``, of which e4m3 ``[H, C, D16]`` are the means of clusters of the
+            page's keys (D16: D rounded up to 16, with zeros), then uint8 ``[H, C]`` the keys in
+            each, then zeros up to a multiple of 16. ``bounds``: ``[num_pages, H, 2, D]``, minimum
+            and maximum of each dim over the keys. ``gate``: ``[num_pages, H, 1, R]``, the mean of
+            their gated directions. The latter two are of the model's dtype.
         kind: ``centroids``, ``bounds`` or ``gate``.
+        dtype: the model's.
         weights: float32 ``[sets, D]``, of the dims of ``centroids`` or of the boxes' centres and
             half widths.
         query_weight, key_weight: ``[R, D]``, the gate's projections in the model's dtype.
@@ -48,6 +48,7 @@ class LayerIndex:
     layer: LayerCache
     vectors: torch.Tensor
     kind: str
+    dtype: torch.dtype
     weights: torch.Tensor
     query_weight: torch.Tensor | None = None
     key_weight: torch.Tensor | None = None
@@ -58,23 +59,19 @@ class LayerIndex:
         return self.vectors[0].numel() * self.vectors.element_size()
 
     def describe(self, keys: torch.Tensor) -> torch.Tensor:
-        """Rows of ``vectors`` for full pages of keys, float32 ``[n, H, page_size, D]``."""
+        """Records of full pages of keys, float32 ``[n, H, page_size, D]``."""
         if self.kind in PAGE_GATES:
             rows = PAGE_GATES[self.kind].describe(keys)
-        else:
-            assert self.key_weight is not None
-            gated = (keys.to(self.key_weight.dtype) @ self.key_weight.t()).float()
-            rows = F.normalize(gated, dim=-1).mean(dim=2, keepdim=True)
-        rows = F.pad(rows, (0, self.vectors.shape[-1] - rows.shape[-1]))
-        return round_rows(rows, self.vectors.dtype)
-
-    def put(self, pages: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write rows (:meth:`describe`) of ``pages``, int64 ``[n]``."""
-        as_bytes(self.vectors).index_copy_(0, pages, as_bytes(rows))
+            return _pack_centroids(rows) if self.kind == "centroids" else rows.to(self.dtype)
+        assert self.key_weight is not None
+        gated = (keys.to(self.key_weight.dtype) @ self.key_weight.t()).float()
+        return F.normalize(gated, dim=-1).mean(dim=2, keepdim=True).to(self.dtype)
 
     def score(self, query: torch.Tensor, vectors: torch.Tensor, scale: float) -> torch.Tensor:
-        """float32 ``[B, Hq, W]`` of ``query`` ``[B, Hq, D]`` against rows of the index,
-        ``[B, H, W, rows, dims]``."""
+        """float32 ``[B, Hq, W]`` of ``query`` ``[B, Hq, D]`` against records, ``[B, W, ...]``."""
+        if self.kind == "centroids":
+            vectors = unpack_centroids(vectors, self.layer.layout)
+        vectors = vectors.transpose(1, 2)  # [B, H, W, rows, dims]
         if self.kind in PAGE_GATES:
             return PAGE_GATES[self.kind].score(query, vectors, self.weights, scale)
         assert self.query_weight is not None
@@ -88,23 +85,7 @@ class LayerIndex:
 
 def index_bytes(layout: PageLayout, kind: str, dtype: torch.dtype) -> int:
     """Bytes of one page's index in one layer of a model of ``dtype``."""
-    return layout.num_kv_heads * prod(_shape(layout, kind)) * index_dtype(kind, dtype).itemsize
-
-
-def index_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """What a model of ``dtype`` keeps its index in."""
-    return CENTROID_DTYPE if kind == "centroids" else dtype
-
-
-def round_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To an index's dtype, the greatest value at most: e4m3 ends at 448."""
-    limit = torch.finfo(dtype).max
-    return rows.clamp(-limit, limit).to(dtype)
-
-
-def as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """A view that torch can move about: few of its operations know e4m3."""
-    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
+    return prod(_shape(layout, kind)) * _stored(kind, dtype).itemsize
 
 
 def make_indexes(
@@ -118,7 +99,7 @@ def make_indexes(
     Args:
         layers: the sparse layers' pages, by layer number.
         kind: ``centroids``, ``bounds`` or ``gate``.
-        dtype: the model's; fp8 pages are indexed in it too.
+        dtype: the model's.
         gate: a fitted one; None takes the analytic start.
 
     Raises:
@@ -134,15 +115,16 @@ def make_indexes(
 
 def _make_index(number: int, layer: LayerCache, dtype: torch.dtype, gate: Gate) -> LayerIndex:
     layout, device = layer.layout, layer.device
-    shape = (layer.num_pages, layout.num_kv_heads, *_shape(layout, gate.kind))
-    vectors = torch.zeros(shape, dtype=index_dtype(gate.kind, dtype), device=device)
+    shape = (layer.num_pages, *_shape(layout, gate.kind))
+    vectors = torch.zeros(shape, dtype=_stored(gate.kind, dtype), device=device)
     if isinstance(gate, PageGate):
         weights = gate.weights_of(number).detach().to(device).contiguous()
-        return LayerIndex(layer, vectors, gate.kind, weights)
+        return LayerIndex(layer, vectors, gate.kind, dtype, weights)
     return LayerIndex(
         layer,
         vectors,
         gate.kind,
+        dtype,
         torch.empty(0, device=device),
         gate.matrix("query").detach().to(device, dtype),
         gate.matrix("key").detach().to(device, dtype),
@@ -150,8 +132,43 @@ def _make_index(number: int, layer: LayerCache, dtype: torch.dtype, gate: Gate) 
     )
 
 
-def _shape(layout: PageLayout, kind: str) -> tuple[int, int]:
-    """Rows of a page and KV head, and their length."""
+def _stored(kind: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if kind == "centroids" else dtype
+
+
+def _shape(layout: PageLayout, kind: str) -> tuple[int, ...]:
+    """Of one page's record."""
     if kind == "centroids":
-        return layout.page_size // CENTROID_TOKENS, layout.head_dim + SIZE_DIMS
-    return (2, layout.head_dim) if kind == "bounds" else (1, GATE_DIM)
+        rows = prod(_centroids(layout))
+        return (rows * _up_to_16(layout.head_dim) + _up_to_16(rows),)
+    rows_and_dims = (2, layout.head_dim) if kind == "bounds" else (1, GATE_DIM)
+    return (layout.num_kv_heads, *rows_and_dims)
+
+
+def _centroids(layout: PageLayout) -> tuple[int, int]:
+    """Of one page: heads, and those of each."""
+    return layout.num_kv_heads, layout.page_size // CENTROID_TOKENS
+
+
+def _up_to_16(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _pack_centroids(rows: torch.Tensor) -> torch.Tensor:
+    """Records of ``centroid_rows``, float32 ``[n, H, C, D + 1]``."""
+    means, counts = rows[..., :-1], rows[..., -1].exp().round().byte()
+    padded = F.pad(means, (0, -means.shape[-1] % 16)).to(torch.float8_e4m3fn)
+    packed = torch.cat((padded.view(torch.uint8).flatten(1), counts.flatten(1)), dim=1)
+    return F.pad(packed, (0, -counts[0].numel() % 16))
+
+
+def unpack_centroids(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """``centroid_rows``, float32 ``[..., H, C, D + 1]``, of records uint8 ``[..., n]``."""
+    shape: tuple[int, ...] = _centroids(layout)
+    rows, row_bytes = prod(shape), _up_to_16(layout.head_dim)
+    means = records[..., : rows * row_bytes].contiguous().view(torch.float8_e4m3fn).float()
+    counts = records[..., rows * row_bytes : rows * (row_bytes + 1)].float()
+    sizes = torch.where(counts > 0, counts.log(), EMPTY)
+    shape = (*records.shape[:-1], *shape)
+    centres = means.view(*shape, row_bytes)[..., : layout.head_dim]
+    return torch.cat((centres, sizes.view(*shape, 1)), dim=-1)

@@ -14,7 +14,7 @@ from bicl.attention.pool import LayerCache
 from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.fit import open_gate
-from bicl.sparse.index import as_bytes, make_indexes
+from bicl.sparse.index import make_indexes
 
 __all__ = ["LayerProbe", "ShadowBackend", "make_shadow_backend"]
 
@@ -74,7 +74,7 @@ class ShadowBackend:
         Returns:
             bool ``[n]``: which rows had been wrong.
         """
-        vectors = as_bytes(self.sparse.indexes[layer].vectors)
+        vectors = self.sparse.indexes[layer].vectors
         before = vectors.index_select(0, pages)
         self.sparse.index_pages(layer, pages)
         return (before != vectors.index_select(0, pages)).flatten(1).any(dim=1)

@@ -262,7 +262,7 @@ def test_layers_with_a_window_stay_dense_and_a_model_of_them_is_refused() -> Non
 
 # --- live signals ------------------------------------------------------------------------------
 FAULTS = {
-    "random": lambda vectors: vectors.normal_(),
+    "random": lambda vectors: vectors.random_(0, 256),
     "zero": lambda vectors: vectors.zero_(),
     "stale": lambda vectors: vectors.copy_(vectors.roll(3, dims=0)),
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -14,12 +12,14 @@ from bicl.ops.cuda.sparse import check_index
 from bicl.sparse.index import LayerIndex, make_indexes
 
 
-def index(kind: str = "bounds", dtype: torch.dtype = torch.bfloat16, dim: int = 64) -> LayerIndex:
+def index(
+    kind: str = "centroids", dtype: torch.dtype = torch.bfloat16, dim: int = 64
+) -> LayerIndex:
     layer = KVPool([PageLayout(2, dim, dtype)], 1, "cpu").layers[0]
     return make_indexes({0: layer}, kind, dtype)[0]
 
 
-def test_a_bounds_index_in_16_bits_is_taken() -> None:
+def test_an_index_of_centroids_is_taken_beside_models_of_16_bits() -> None:
     check_index(index())
     check_index(index(dtype=torch.float16, dim=80))
 
@@ -27,11 +27,13 @@ def test_a_bounds_index_in_16_bits_is_taken() -> None:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (index("gate"), "kind 'bounds', not 'gate'"),
-        (replace(index(), vectors=torch.zeros(1, 2, 2, 64)), "float16 or bfloat16"),
-        (index(dim=100), "multiple of 8, got 100"),
+        (index("gate"), "kind 'centroids', not 'gate'"),
+        (index("bounds"), "kind 'centroids', not 'bounds'"),
+        (index(dtype=torch.float32), "float16 or bfloat16"),
+        (index(dim=100), "multiple of 8 up to 256, got 100"),
+        (index(dim=512), "multiple of 8 up to 256, got 512"),
     ],
-    ids=["gate", "float32", "head_dim 100"],
+    ids=["gate", "bounds", "float32", "head_dim 100", "head_dim 512"],
 )
 def test_what_the_kernels_do_not_read_is_refused_by_name(refused: LayerIndex, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):

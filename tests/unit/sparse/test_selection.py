@@ -180,7 +180,8 @@ def slow_centroids(keys: torch.Tensor, count: int) -> torch.Tensor:
     rows = []
     for cluster in range(count):
         own = points[[t for t, c in enumerate(owner) if c == cluster]]
-        rows.append(torch.cat((own.mean(0), torch.tensor([float(len(own))]).log())))
+        mean = own.mean(0).float().to(torch.float8_e4m3fn).float()
+        rows.append(torch.cat((mean, torch.tensor([float(len(own))]).log())))
     return torch.stack(rows).float()
 
 
@@ -201,7 +202,7 @@ def test_a_key_unlike_the_others_has_a_centroid_to_itself() -> None:
     keys = torch.randn(1, 1, 64, 32, generator=torch.Generator().manual_seed(0))
     keys[0, 0, 41] *= 6.0
     rows = centroid_rows(keys, 4)[0, 0]
-    torch.testing.assert_close(rows[0, :-1], keys[0, 0, 41])
+    assert torch.equal(rows[0, :-1], keys[0, 0, 41].to(torch.float8_e4m3fn).float())
     assert rows[0, -1] == 0.0
     assert float(rows[:, -1].exp().sum()) == pytest.approx(64)
 
@@ -216,6 +217,7 @@ def test_identical_keys_weigh_as_much_as_they_are() -> None:
 
 def test_as_many_centroids_as_keys_give_the_true_mass() -> None:
     keys = torch.randn(5, 2, 32, 16, generator=torch.Generator().manual_seed(1))
+    keys = keys.to(torch.float8_e4m3fn).float()
     query = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(2))
     rows = centroid_rows(keys, 32).transpose(0, 1)[None]
     scores = centroid_scores(query, rows, torch.ones(1, 16), 0.25).view(2, 2, 5)

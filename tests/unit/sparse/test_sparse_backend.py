@@ -20,7 +20,7 @@ from bicl.errors import BackendError, InvalidInputError
 from bicl.ops.cpu.sparse import centroid_rows
 from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
-from bicl.sparse.index import index_bytes, make_indexes
+from bicl.sparse.index import index_bytes, make_indexes, unpack_centroids
 from bicl.sparse.sgm import make_gate
 
 SCALE = 0.125
@@ -170,11 +170,13 @@ def test_centroids_are_of_the_keys_as_stored(page_size: int, tile: int) -> None:
     keys, _ = reference.gather(step.layer, step.meta.page_table, step.meta.cache_seqlens)
     pages = step.meta.page_table[0, :3].long()
     own = keys[: page_size * 3].view(3, page_size, 3, 80).transpose(1, 2)
-    vectors = backend.indexes[0].vectors
-    assert vectors.shape[1:] == (3, page_size // 16, 96)
-    expected = centroid_rows(own, page_size // 16).to(torch.float8_e4m3fn).float()
-    assert torch.equal(vectors[pages].float()[..., :81], expected)
-    assert not vectors[pages].float()[..., 81:].any()
+    records = backend.indexes[0].vectors
+    rows = 3 * (page_size // 16)
+    assert records.shape[1] == rows * 80 + -(-rows // 16) * 16
+    expected = centroid_rows(own, page_size // 16)
+    found = unpack_centroids(records[pages], layout)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert not records[pages, rows * 81 :].any()
 
 
 def test_centroids_too_large_for_their_dtype_are_its_largest() -> None:
@@ -183,7 +185,7 @@ def test_centroids_too_large_for_their_dtype_are_its_largest() -> None:
     step.key[5] = 1000.0
     backend = sparse_backend(step.layer, "centroids")
     filled(step, backend)
-    rows = backend.indexes[0].vectors[int(step.meta.page_table[0, 0])].float()
+    rows = unpack_centroids(backend.indexes[0].vectors[step.meta.page_table[0, :1].long()], layout)
     assert rows.max() == 448.0
     assert rows.isfinite().all()
 
@@ -193,12 +195,17 @@ def test_a_page_written_again_is_indexed_again(kind: str) -> None:
     step = decode_step((128,))
     backend = sparse_backend(step.layer, kind)
     filled(step, backend)
-    before = backend.indexes[0].vectors.clone()
-    backend.store(step.layer, step.key[:64] * 2, step.value[:64], step.slots[:64])
     page = int(step.meta.page_table[0, 0])
-    after, dims = backend.indexes[0].vectors[page].float(), 64
-    wanted = before[page].float()[..., :dims] * 2
-    torch.testing.assert_close(after[..., :dims], wanted, rtol=0, atol=2**-9)  # e4m3's least
+
+    def described() -> torch.Tensor:
+        record = backend.indexes[0].vectors[page].clone()
+        if kind == "bounds":
+            return record.float()
+        return unpack_centroids(record, step.layer.layout)[..., :64]
+
+    before = described()
+    backend.store(step.layer, step.key[:64] * 2, step.value[:64], step.slots[:64])
+    torch.testing.assert_close(described(), 2 * before, rtol=0, atol=2**-9)  # e4m3's least
 
 
 @pytest.mark.parametrize("kind", ["centroids", "bounds", "gate"])

@@ -31,6 +31,7 @@ __all__ = [
     "select_tiles",
 ]
 
+E4M3_MAX = 448.0
 EMPTY = -30.0
 """Logarithm of the size of a cluster without keys: nothing beside the cluster whose key it has."""
 
@@ -55,7 +56,7 @@ def index_pages(layer: LayerCache, index: LayerIndex, slots: torch.Tensor) -> No
     loader = PageLoader(layer.layout, pages, len(full), dtype, Scratch())
     loader.load(layer.pages)
     keys = loader.rows[:, :, 0, :, : layer.layout.head_dim].float() * layer.k_scale
-    index.put(full, index.describe(keys))
+    index.vectors.index_copy_(0, full, index.describe(keys))
 
 
 def score_tiles(
@@ -80,8 +81,7 @@ def score_tiles(
     """
     used = torch.arange(page_table.shape[1], device=query.device) * layer.layout.page_size
     table = torch.where(used < cache_seqlens[:, None], page_table, 0)
-    vectors = index.vectors[table.long()].permute(0, 2, 1, 3, 4)  # [B, H, W, rows, dims]
-    return index.score(query, vectors, scale)
+    return index.score(query, index.vectors[table.long()], scale)
 
 
 def bound_scores(
@@ -123,8 +123,9 @@ def centroid_rows(keys: torch.Tensor, count: int) -> torch.Tensor:
         keys: float32 ``[n, H, page_size, D]``, full pages.
 
     Returns:
-        float32 ``[n, H, count, D + 1]``; identical keys leave clusters empty, whose size counts
-        as ``exp(EMPTY)``.
+        float32 ``[n, H, count, D + 1]``, the means rounded to e4m3 (448 at most), in which an
+        index holds them; identical keys leave clusters empty, whose size counts as
+        ``exp(EMPTY)``.
     """
     points = keys.double()
     distance = (points - points.mean(dim=2, keepdim=True)).square().sum(dim=-1)
@@ -144,7 +145,8 @@ def centroid_rows(keys: torch.Tensor, count: int) -> torch.Tensor:
         size = belongs.sum(dim=-1, keepdim=True)
         mean = (points * belongs[..., None]).sum(dim=2) / size.clamp_min(1.0)
         log_size = torch.where(size > 0, size.clamp_min(1.0).log(), EMPTY)
-        rows.append(torch.cat((torch.where(size > 0, mean, seed), log_size), dim=-1))
+        centre = torch.where(size > 0, mean, seed).float().clamp(-E4M3_MAX, E4M3_MAX)
+        rows.append(torch.cat((centre.to(torch.float8_e4m3fn).double(), log_size), dim=-1))
     return torch.stack(rows, dim=2).float()
 
 

@@ -27,6 +27,7 @@ __all__ = [
 # CTAs that share a sequence's pages, and so the order of sums, otherwise depend on the batch.
 DETERMINISTIC_CLUSTER = 8
 
+MAX_HEAD_DIM = 256
 _COMBINES = {"max": 0, "sum": 1, "softmax": 2}
 
 
@@ -36,25 +37,26 @@ def check_index(index: LayerIndex) -> None:
     Raises:
         UnsupportedError: naming what is not read and the remedy.
     """
-    if index.kind != "bounds":
+    if index.kind != "centroids":
         raise UnsupportedError(
-            f"the CUDA kernels read indexes of kind 'bounds', not {index.kind!r}; "
-            "use --hysparse-variant bounds, or device 'cpu'"
+            f"the CUDA kernels read indexes of kind 'centroids', not {index.kind!r}; "
+            "use --hysparse-variant centroids, or device 'cpu'"
         )
-    if index.vectors.dtype not in (torch.float16, torch.bfloat16):
+    if index.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(
-            f"HySparse on CUDA runs models of float16 or bfloat16, not {index.vectors.dtype}; "
+            f"HySparse on CUDA runs models of float16 or bfloat16, not {index.dtype}; "
             "load the model in bfloat16"
         )
-    if index.vectors.shape[-1] % 8:
+    head_dim = index.layer.layout.head_dim
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         raise UnsupportedError(
-            f"HySparse on CUDA needs a head_dim that is a multiple of 8, got "
-            f"{index.vectors.shape[-1]}; start without --enable-hysparse"
+            f"HySparse on CUDA needs a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, got "
+            f"{head_dim}; start without --enable-hysparse"
         )
 
 
 def index_pages(layer: LayerCache, index: LayerIndex, slots: torch.Tensor) -> None:
-    """Rewrites the index rows of every page whose last slot is in ``slots``.
+    """Rewrites the index of every page whose last slot is in ``slots``.
 
     Args:
         layer: the pages, with the keys of ``slots`` stored.
@@ -64,13 +66,19 @@ def index_pages(layer: LayerCache, index: LayerIndex, slots: torch.Tensor) -> No
         ValueError: shapes, dtypes or devices that do not fit; the message names them.
     """
     library.module().index_pages(
-        layer.pages, index.vectors, slots, layer.layout.page_size, layer.k_scale, True
+        layer.pages,
+        index.vectors,
+        slots,
+        layer.layout.page_size,
+        layer.layout.head_dim,
+        layer.k_scale,
+        True,
     )
 
 
 def store_and_index(
     layer: LayerCache,
-    vectors: torch.Tensor,
+    records: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     slots: torch.Tensor,
@@ -80,8 +88,8 @@ def store_and_index(
     """``store_kv`` and ``index_pages`` in one launch, for steps of one token a sequence.
 
     Args:
-        vectors: ``[num_pages, H, 2, head_dim]``, a ``bounds`` index's.
-        key, value: ``[B, H, head_dim]`` of the index's dtype.
+        records: uint8 ``[num_pages, n]``, a ``centroids`` index's.
+        key, value: ``[B, H, head_dim]``, float16 or bfloat16.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; the message names them.
@@ -90,7 +98,7 @@ def store_and_index(
         key,
         value,
         layer.pages,
-        vectors,
+        records,
         slots,
         layer.layout.page_size,
         layer.k_scale,
@@ -110,7 +118,7 @@ def score_tiles(
     """Estimates, for every query head, how much attention a page draws.
 
     Args:
-        query: ``[B, num_q_heads, head_dim]`` of the index's dtype.
+        query: ``[B, num_q_heads, head_dim]``, float16 or bfloat16.
         page_table: int32 ``[B, max_pages]``; cache_seqlens: int32 ``[B]``.
         scale: of the attention scores.
 
@@ -130,6 +138,7 @@ def score_tiles(
         index.weights,
         page_table,
         cache_seqlens,
+        layer.layout.num_kv_heads,
         layer.layout.page_size,
         scale,
         True,
@@ -208,7 +217,7 @@ def choose_tiles(
         deterministic: the choice for a sequence depends on nothing but itself.
         force_cluster: tests and benchmarks.
     """
-    num_kv_heads = index.vectors.shape[1]
+    num_kv_heads = layer.layout.num_kv_heads
     if not (force_cluster or _has_clusters(query.device)):
         scores = score_tiles(query, layer, index, page_table, cache_seqlens, scale)
         place = (page_table, cache_seqlens, sparsity)
