@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from bicl.errors import ConfigError
+from bicl.frontends.http.gguf import read_once
 from bicl.frontends.transformers import ATTENTION_NAME, ModelGeometry, inspect_model, register
 
 __all__ = ["LoadedModel", "bundled_model_path", "load_model", "locate", "resolve_model"]
@@ -114,14 +115,15 @@ def load_model(
     options |= {"trust_remote_code": trust_remote_code}
     register()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=weights_dtype,
-            attn_implementation=ATTENTION_NAME,
-            **({} if target.type == "cpu" else {"device_map": {"": target}}),
-            **options,
-        )
+        with read_once():
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            model = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=weights_dtype,
+                attn_implementation=ATTENTION_NAME,
+                **({} if target.type == "cpu" else {"device_map": {"": target}}),
+                **options,
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(_explain(model_id, error)) from error
     return describe(model, tokenizer, model_id=model_id, sha=_local_sha(source, options))
