@@ -48,6 +48,7 @@ def load_model(path: Path | None, device: str) -> Model:
     """A GGUF file, or a folder that transformers can read."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from bicl.frontends.http.gguf import read_once
     from bicl.frontends.transformers import register
 
     register()
@@ -57,8 +58,9 @@ def load_model(path: Path | None, device: str) -> Model:
         if path.is_dir()
         else {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     )
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, attn_implementation="bicl", dtype=torch.float32
-    )
+    with read_once():
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, attn_implementation="bicl", dtype=torch.float32
+        )
     return Model(model.to(device).eval(), tokenizer)
