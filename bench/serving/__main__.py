@@ -54,7 +54,7 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
             rows += reordering.traffic_rows(
                 engine, rate=options.rate, seconds=options.seconds, shrink=shrink
             )
-        shapes = [(1, 1024), (32, 1024), (128, 1024), (options.batch, 1024), (32, 4096)]
+        shapes = [(1, 1024), (32, 1024), (64, 1024), (128, 1024), (options.batch, 1024), (64, 4096)]
         fitting = [(b, k) for b, k in shapes if b * k // 64 <= options.pages]
         rows += reordering.decode_rows(engine, fitting, rounds=20 * options.rounds)
         rows += reordering.prefill_rows(

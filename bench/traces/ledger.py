@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from bicl.cache.policy import DEFAULT_POLICY
 from bicl.cache.tiers import Copy, PageTiers
 from bicl.cache.tiers.arena import HostArena
 
@@ -52,7 +53,7 @@ class _Ledger:
 
 @contextmanager
 def ledger_tiers(
-    page_tokens: int, *, host_pages: int, disk_pages: int = 0, policy: str = "lru"
+    page_tokens: int, *, host_pages: int, disk_pages: int = 0, policy: str = DEFAULT_POLICY
 ) -> Iterator[PageTiers]:
     """Tiers that hold so many pages. Those on disk are real files in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="bicl-trace-") as folder:

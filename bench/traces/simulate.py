@@ -23,6 +23,7 @@ from bench.traces.ledger import ledger_tiers
 from bench.traces.mooncake import BLOCK_TOKENS, Tokens, TraceRequest, read, scale
 from bicl.cache.keys import ID_BYTES, PackedIds, pack_ids
 from bicl.cache.manager import CacheManager
+from bicl.cache.policy import DEFAULT_POLICY, POLICIES
 from bicl.cache.tiers import PageTiers
 
 PAGE_SIZE = 64
@@ -105,7 +106,9 @@ def gpu_row(requests: Sequence[TraceRequest], tokens: int) -> dict[str, Any]:
     }
 
 
-def tiers_row(requests: Sequence[TraceRequest], held: Held, policy: str = "lru") -> dict[str, Any]:
+def tiers_row(
+    requests: Sequence[TraceRequest], held: Held, policy: str = DEFAULT_POLICY
+) -> dict[str, Any]:
     """Pool, host and disk. Every page of the trace's blocks is one page here, and what is held is
     divided alike, which keeps files on the disk down to hundreds of thousands."""
     small = scale(requests, PAGE_SIZE)
@@ -121,6 +124,7 @@ def tiers_row(requests: Sequence[TraceRequest], held: Held, policy: str = "lru")
         "case": "hit rate, GPU + host + disk" if disk else "hit rate, GPU + host",
         "tokens": max(held),
         "tokens_held": held._asdict(),
+        "policy": policy,
         "value": rate,
         "from_host": stats.host_hit_tokens / stats.queried_tokens,
         "from_disk": stats.disk_hit_tokens / stats.queried_tokens,
@@ -152,7 +156,11 @@ def _rows(requests: Sequence[TraceRequest], capacities: Sequence[int]) -> Iterat
     for tokens in capacities:
         yield gpu_row(requests, tokens)
     for held in TIERS:
-        yield tiers_row(requests, held)
+        row = tiers_row(requests, held)
+        if not held.disk:  # what other policies of ours would hit
+            others = [name for name in POLICIES if name != row["policy"]]
+            row["policies"] = {name: tiers_row(requests, held, name)["value"] for name in others}
+        yield row
 
 
 def _line(row: dict[str, Any]) -> str:

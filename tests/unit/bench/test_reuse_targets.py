@@ -2,7 +2,7 @@
 
 import random
 
-from bench.reuse import GPU, LOOKUP, RATES, REPLAY, verdicts
+from bench.reuse import GPU, LOADED_BATCH, LOOKUP, RATES, REPLAYS, verdicts
 from bench.serving.reordering import exposed_ns
 
 
@@ -30,8 +30,8 @@ def everything(good: bool) -> dict:
     us = 125.0 if good else 1000.0
     names = ("acquire", "acquire_branched", "acquire_with_tiers", "lookup", "lookup_branched")
     lookup = [{"tokens": 50_000, **{f"{name}_us": {"median": us} for name in names}}]
-    replay = [row("trace replay, pool only", 1.0, 0.9)]
-    return {GPU: gpu, RATES: rates, REPLAY: replay, LOOKUP: lookup}
+    replay = [row("trace replay, pool only", 1.0, 0.9, ideal=0.5, hit_rate=0.491 if good else 0.4)]
+    return {GPU: gpu, RATES: rates, **dict.fromkeys(REPLAYS, replay), LOOKUP: lookup}
 
 
 def test_all_targets_pass_at_their_limits() -> None:
@@ -46,6 +46,14 @@ def test_nothing_measured_means_nothing_passed() -> None:
     found = verdicts({})
     assert len(found) == len(verdicts(everything(True)))
     assert not any(v.passed for v in found)
+
+
+def test_small_decode_batches_are_stated_and_do_not_stand_for_the_load() -> None:
+    case = "exposed reordering in a decode step"
+    small = {"case": case, "value": 0.1, "batch": LOADED_BATCH - 1, "shape": "63x1024"}
+    found = [v for v in verdicts({GPU: [small]}) if v.what == case]
+    assert [v.value for v in found] == [None, 0.1]
+    assert "stated" in str(found[1])
 
 
 def test_exposed_is_what_no_other_kernel_covers() -> None:

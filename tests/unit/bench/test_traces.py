@@ -14,6 +14,7 @@ from bench.traces.ledger import ledger_tiers
 from bench.traces.mooncake import Tokens, TraceRequest, read, scale, thin, window, write
 from bench.traces.simulate import Held, serve, tiers_row
 from bicl.cache.manager import CacheManager
+from bicl.cache.policy import POLICIES
 from bicl.errors import InvalidInputError
 
 PAGE = 64
@@ -141,21 +142,22 @@ def test_all_tiers_together_reach_the_bound_of_the_largest():
     assert row["ideal"] < row["infinite"]
 
 
-def test_the_disk_keeps_what_the_tiers_above_use():
-    """A prefix that is hit in the pool again and again is asked from the disk by nobody, and must
-    not leave it for that."""
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_tiers_keep_what_the_pool_uses(policy):
+    """A prefix that is hit in the pool again and again is asked from the tiers by nobody, and must
+    not leave them for that."""
     names = iter(range(1, 10_000))
 
     def stranger():
         return request([next(names) for _ in range(4)])
 
     favourite = stranger()
-    with ledger_tiers(PAGE, host_pages=16, disk_pages=24) as tiers:
+    with ledger_tiers(PAGE, host_pages=16, disk_pages=24, policy=policy) as tiers:
         manager = CacheManager(12, PAGE, tiers=tiers)
         for _ in range(10):
             traffic = scale([favourite, stranger()], PAGE)
             serve(manager, traffic, tiers=tiers, replies=False)
-        assert manager.stats.disk_hit_tokens == 0
+        assert manager.stats.host_hit_tokens + manager.stats.disk_hit_tokens == 0
         serve(manager, scale([stranger() for _ in range(4)], PAGE), tiers=tiers, replies=False)
         serve(manager, scale([favourite], PAGE), tiers=tiers, replies=False)
-        assert manager.stats.disk_hit_tokens >= 3 * PAGE
+        assert manager.stats.host_hit_tokens + manager.stats.disk_hit_tokens >= 3 * PAGE

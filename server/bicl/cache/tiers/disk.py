@@ -21,7 +21,7 @@ from pathlib import Path
 
 import xxhash
 
-from bicl.cache.policy import make_policy
+from bicl.cache.policy import DEFAULT_POLICY, make_policy
 from bicl.cache.tiers.files import (
     delete_folders,
     files_below,
@@ -63,7 +63,7 @@ class DiskStore:
         folder: may be shared by servers of different models; made if missing.
         fingerprint: names the weights and the layout of a page; pages of others are never read.
         page_bytes: bytes of one page in all layers.
-        max_bytes: of all files together; the least recently used pages leave first.
+        max_bytes: of all files together.
         policy: name of the eviction policy.
         clock: seconds that only grow, for the expiry of pins.
 
@@ -79,7 +79,7 @@ class DiskStore:
         fingerprint: bytes,
         page_bytes: int,
         max_bytes: int,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock

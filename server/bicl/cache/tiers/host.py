@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from bicl.cache.keys import PageChain
-from bicl.cache.policy import make_policy
+from bicl.cache.policy import DEFAULT_POLICY, make_policy
 from bicl.cache.tags import PageTags
 from bicl.cache.tiers.arena import HostArena
 from bicl.cache.tiers.index import USED_CHAINS, Block, BlockIndex
@@ -29,7 +29,7 @@ class HostStore:
     def __init__(
         self,
         arena: HostArena,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.arena = arena

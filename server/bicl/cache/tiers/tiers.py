@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bicl.cache.keys import PageChain
+from bicl.cache.policy import DEFAULT_POLICY
 from bicl.cache.tiers.arena import HostArena
 from bicl.cache.tiers.costs import TransferCosts
 from bicl.cache.tiers.host import HostStore
@@ -69,7 +70,7 @@ class PageTiers:
         pinned: bool = False,
         disk_folder: Path | None = None,
         disk_bytes: int = 0,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[], None] | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from bicl.cache.policy import POLICIES
+from bicl.cache.policy import DEFAULT_POLICY, POLICIES
 from bicl.cache.tiers import TierStats
 from bicl.errors import ConfigError
 from bicl.sparse.config import HySparseConfig
@@ -46,7 +46,7 @@ class EngineConfig:
         host_cache_bytes: memory of the host tier; 0: none.
         disk_cache_dir: folder of the disk tier below it; ``None``: none.
         disk_cache_bytes: size of the disk tier.
-        eviction_policy: of the pool's index and of the tiers, by name.
+        eviction_policy: of the tiers, by name; the pool evicts what was used least recently.
         cuda_graphs: replay decode steps as CUDA graphs; ignored off CUDA.
         num_threads: torch's intra-op threads for the engine; ``None`` leaves torch's choice.
         hysparse: decode reads a choice of pages; ``None``: all of them.
@@ -68,7 +68,7 @@ class EngineConfig:
     host_cache_bytes: int = 0
     disk_cache_dir: Path | None = None
     disk_cache_bytes: int = 0
-    eviction_policy: str = "lru"
+    eviction_policy: str = DEFAULT_POLICY
     cuda_graphs: bool = True
     num_threads: int | None = None
     hysparse: HySparseConfig | None = None
