@@ -36,7 +36,7 @@ HEADERS = {
     "bicl::prefill::sm90::kernel": "prefill_attention/sm90/kernel.cuh",
     "bicl::prefill::plan_kernel": "prefill_attention/plan_kernel.cuh",
     "bicl::compact_tokens_kernel": "compact_tokens/kernel.cuh",
-    "bicl::sparse::index_bounds_kernel": "sparse_select/index.cuh",
+    "bicl::sparse::index_pages_kernel": "sparse_select/index.cuh",
     "bicl::sparse::store_and_index_kernel": "sparse_select/index.cuh",
     "bicl::sparse::tiles_kernel": "sparse_select/tiles.cuh",
 }
