@@ -97,6 +97,27 @@ def test_the_best_tiles_are_chosen(backend: CudaBackend, case: dict[str, object]
         assert torch.equal(pages[row, :, :n], read)
 
 
+@pytest.mark.parametrize("stored", ["bf16", "bf16 on e4m3"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_query_head_of_a_group_of_eight_finds_its_needle_in_32k(
+    backend: CudaBackend, way: object, stored: str
+) -> None:
+    """Eight needles on eight pages, one for each query head of a KV head. (A60)"""
+    dtype, kept_as = STORED[stored]
+    own = indexed_step(backend, [32768], PageLayout(2, 128, kept_as), group=8, dtype=dtype)
+    pages = torch.arange(8) * 60 + 5
+    step = own.step
+    for head, page in enumerate(pages.tolist()):
+        loved = step.query[0, 8 + head]
+        step.key[64 * page + 30, 1] = 60 * loved / loved.norm()
+    backend.store(step.layer, step.key, step.value, step.slots)
+    sparse.index_pages(step.layer, own.index, step.slots)
+    own = replace(own, index=replace(own.index, weights=torch.ones(1, 128, device="cuda")))
+    _, lengths, positions = choose(own, everyone(own.meta, 0.8), rule_for(64), "softmax", way)
+    assert int(lengths[0]) == 64 * 103
+    assert set(pages.tolist()) <= set(positions[0, 1, :103].tolist())
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_of_equal_scores_the_earlier_tiles_win(backend: CudaBackend, way: object) -> None:
     own = indexed_step(backend, [64 * 300, 64 * 77], PageLayout(2, 128, torch.bfloat16, 64, 64))

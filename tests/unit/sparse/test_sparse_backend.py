@@ -128,19 +128,22 @@ def test_the_best_page_is_found_and_the_first_and_recent_ones_stay() -> None:
 
 
 @pytest.mark.parametrize("combine", ["softmax", "max"])
-def test_every_query_head_of_a_group_of_eight_gets_its_page(combine: str) -> None:
-    """Eight needles on eight pages, one for each query head of a KV head. (A60)"""
+@pytest.mark.parametrize(("kind", "tiles"), [("bounds", 60), ("centroids", 60), ("centroids", 512)])
+def test_every_query_head_of_a_group_of_eight_gets_its_page(
+    kind: str, tiles: int, combine: str
+) -> None:
+    """Eight needles on eight pages, one for each query head of a KV head; up to 32k. (A60)"""
     layout = PageLayout(1, 64, torch.float32, swizzle=False)
-    step = decode_step((64 * 60 + 9,), layout, group=8)
-    backend = sparse_backend(step.layer, combine=combine)
-    pages = torch.arange(8) * 7 + 2
+    step = decode_step((64 * tiles,), layout, group=8)
+    backend = sparse_backend(step.layer, kind, combine=combine)
+    pages = torch.arange(8) * (tiles // 9) + 3
     for head, page in enumerate(pages.tolist()):
         step.key[64 * page + 30, 0] = 40 * step.query[0, head] / step.query[0, head].norm()
     filled(step, backend)
-    meta = with_sparsity(step, 0.8)
-    chosen = backend.select(step.query, backend.indexes[0], meta, SCALE)
-    assert int(chosen.cache_seqlens[0]) == 64 * 12 + 9
-    kept = chosen.page_table[0, 0, :13].tolist()
+    chosen = backend.select(step.query, backend.indexes[0], with_sparsity(step, 0.8), SCALE)
+    count = tiles - int(tiles * 0.8 + 1 / 64)
+    assert int(chosen.cache_seqlens[0]) == 64 * count
+    kept = chosen.page_table[0, 0, :count].tolist()
     assert set(step.meta.page_table[0, pages].tolist()) <= set(kept)
 
 
