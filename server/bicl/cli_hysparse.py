@@ -34,7 +34,7 @@ def fit(
     ] = None,
     variant: Annotated[
         str, typer.Option(metavar="|".join(VARIANTS), help="What the index holds.")
-    ] = "bounds",
+    ] = "centroids",
     sparsity_ratio: Annotated[float, typer.Option(help="What it is fitted for.")] = 0.65,
     layers: Annotated[str, typer.Option(help="As --hysparse-layers.")] = "10-28",
     chunks: Annotated[int, typer.Option(min=1, help="Pieces of text to read.")] = 6,
@@ -77,7 +77,7 @@ def tune(
     floor_tokens: Annotated[int, typer.Option(help="As --hysparse-floor-tokens.")] = 1024,
     variant: Annotated[
         str, typer.Option(metavar="|".join(VARIANTS), help="What the index holds.")
-    ] = "bounds",
+    ] = "centroids",
     gate: Annotated[Path | None, typer.Option(help="As --hysparse-gate.")] = None,
     pieces: Annotated[int, typer.Option(min=1, help="Pieces of text to read.")] = 4,
     context_tokens: Annotated[int, typer.Option(min=64, help="Prompt of a piece.")] = 4096,

@@ -74,7 +74,7 @@ class HySparseSettings:
     hysparse_variant: str | None = setting(
         None,
         "What a tile's index holds: centroids of its keys, their bounds, or their gated mean. "
-        "Default: bounds.",
+        "Default: centroids.",
         env="BICL_HYSPARSE_VARIANT",
         choices=VARIANTS,
     )
