@@ -22,6 +22,7 @@ from bench.record import machine, save
 from bench.serving import reordering, reuse
 from bench.serving.host_hits import host_rows
 from bench.serving.random_model import SHAPES, random_llama
+from bench.serving.steps import StepShape
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.loader import LoadedModel
 
@@ -60,6 +61,11 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
         rows += reordering.prefill_rows(
             engine, [(1, 2048), (4, 2048), (1, 4096)], rounds=2 * options.rounds
         )
+        if options.device.startswith("cuda"):
+            decode, prefill = StepShape((1,) * 64, (1023,) * 64), StepShape((2048,), (0,))
+            rows += reordering.side_stream_rows(
+                engine, [decode, prefill], rounds=8 * options.rounds
+            )
     return rows
 
 

@@ -7,6 +7,7 @@
   server's own metric says (:mod:`bicl.attention.store_clock`).
 * **decode**, **prefill**: one step captured in a CUDA graph with and without its store, in turns
   (:mod:`bench.serving.steps`), and the timeline of its kernels as above (``timeline``).
+* **side stream**: the same steps with their stores forked to a stream of their own.
 """
 
 from __future__ import annotations
@@ -22,10 +23,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.serving.load import CHAT, finish, open_loop, submit
-from bench.serving.steps import Exposed, Run, StepShape, exposed, step_pair
+from bench.serving.steps import (
+    Exposed,
+    Run,
+    StepShape,
+    exposed,
+    step_pair,
+    store_on_side_stream,
+)
 from bicl.frontends.http.engine import Engine, EngineStats
 
-__all__ = ["decode_rows", "exposed_ns", "prefill_rows", "traffic_rows"]
+__all__ = ["decode_rows", "exposed_ns", "prefill_rows", "side_stream_rows", "traffic_rows"]
+
+Rows = list[dict[str, Any]]
 
 STORE_KERNEL = "store_kv_kernel"
 
@@ -38,9 +48,7 @@ class _Watch:
     store_seconds: float = 0.0
 
 
-def traffic_rows(
-    engine: Engine, *, rate: float, seconds: float, shrink: float
-) -> list[dict[str, Any]]:
+def traffic_rows(engine: Engine, *, rate: float, seconds: float, shrink: float) -> Rows:
     """Rows for all steps, and for those with and without prompt tokens."""
     finish(submit(engine, range(4, 68), 4))
     before = engine.snapshot()
@@ -84,7 +92,7 @@ def _store_time(stats: EngineStats) -> float:
 
 def decode_rows(
     engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: int, replays: int = 8
-) -> list[dict[str, Any]]:
+) -> Rows:
     """``shapes``: batch and context. Decode steps replayed from a graph, as the engine does."""
     rows = []
     for batch, context in shapes:
@@ -107,9 +115,7 @@ def decode_rows(
     return rows
 
 
-def prefill_rows(
-    engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: int
-) -> list[dict[str, Any]]:
+def prefill_rows(engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: int) -> Rows:
     """Speed of a prefill against one that writes nothing. ``shapes``: sequences, tokens of each."""
     rows = []
     for batch, tokens in shapes:
@@ -123,6 +129,31 @@ def prefill_rows(
                 **_difference(found, rounds),
                 "unit": "x",
                 **_timeline(engine, pair[0], 1),
+            }
+        )
+    return rows
+
+
+def side_stream_rows(engine: Engine, shapes: Sequence[StepShape], *, rounds: int) -> Rows:
+    """Speed of steps whose stores run on a side stream, against steps as they are."""
+    rows = []
+    for shape in shapes:
+        pair = step_pair(engine._runner, shape, store_on_side_stream)
+        found = exposed(pair, engine.loaded.device, rounds=rounds)
+        aside_us = found.step_us - found.store_us
+        rows.append(
+            {
+                "case": "stores on a side stream",
+                "shape": f"{len(shape.counts)}x{shape.counts[0] + shape.starts[0]}, "
+                f"{sum(shape.counts)} tokens computed",
+                "value": found.step_us / aside_us,
+                "unit": "x the speed of stores in line",
+                "interval": [
+                    found.step_us / (found.step_us - us) for us in (found.low_us, found.high_us)
+                ],
+                "step_us": round(found.step_us, 1),
+                "aside_us": round(aside_us, 1),
+                "pairs": rounds,
             }
         )
     return rows

@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,15 @@ from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.frontends.http.engine.runner import ModelRunner
 
-__all__ = ["Exposed", "Run", "StepShape", "exposed", "step_pair", "without_store"]
+__all__ = [
+    "Exposed",
+    "Run",
+    "StepShape",
+    "exposed",
+    "step_pair",
+    "store_on_side_stream",
+    "without_store",
+]
 
 Run = Callable[[], object]
 
@@ -57,6 +65,28 @@ def without_store(runner: ModelRunner) -> Iterator[None]:
         del backend.store
 
 
+@contextmanager
+def store_on_side_stream(runner: ModelRunner) -> Iterator[None]:
+    """Every store on a stream of its own, forked from the computation's and joined by events before
+    attention reads the pages."""
+    backend: Any = runner.backend
+    store, side = backend.store, torch.cuda.Stream()
+
+    def aside(*args: Any) -> None:
+        here = torch.cuda.current_stream()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            store(*args)
+        here.wait_stream(side)
+        backend._stored = None  # attention follows the join, not the store
+
+    backend.store = aside
+    try:
+        yield
+    finally:
+        del backend.store
+
+
 @dataclass(frozen=True)
 class Exposed:
     """Microseconds of one step as it is, and the part of it that is the store's, with the ends of
@@ -78,19 +108,24 @@ def exposed(pair: tuple[Run, Run], device: torch.device, *, rounds: int) -> Expo
     return _difference(*pair, clock, rounds)
 
 
-def step_pair(runner: ModelRunner, shape: StepShape) -> tuple[Run, Run]:
-    """Two calls that run the step, with its store and without: replays of graphs, on a CPU the
+def step_pair(
+    runner: ModelRunner,
+    shape: StepShape,
+    other: Callable[[ModelRunner], AbstractContextManager[None]] = without_store,
+) -> tuple[Run, Run]:
+    """Two calls that run the step, as it is and within ``other``: replays of graphs, on a CPU the
     steps themselves."""
     run = _step(runner, shape)
     run()  # the workspace grows before anything is captured
 
-    def run_bare() -> None:
-        with without_store(runner):
+    def run_other() -> None:
+        with other(runner):
             run()
 
     if runner.device.type != "cuda":
-        return run, run_bare
-    return _captured(run), _captured(run_bare)
+        return run, run_other
+    run_other()
+    return _captured(run), _captured(run_other)
 
 
 def _difference(stored: Run, bare: Run, clock: Callable[[Run], float], rounds: int) -> Exposed:
