@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bicl.cli import app
 from bicl.sparse.fit import GATE_NAME, find_gate, load_gate
-from bicl.sparse.sgm import BoundGate
+from bicl.sparse.sgm import CentroidGate
 
 WORDS = ("page", "tile", "query", "head", "key", "value", "cache", "prefix", "token", "layer")
 
@@ -50,10 +50,10 @@ def test_fit_writes_a_gate_beside_the_model_and_reports_every_layer(
     result = run(*options(model, texts))
     assert result.exit_code == 0, result.output
     gate = load_gate(model / GATE_NAME)
-    assert isinstance(gate, BoundGate)
+    assert isinstance(gate, CentroidGate)
     assert gate.layers == (1, 2, 3)
     assert find_gate(model) == str(model / GATE_NAME)
-    for word in ("before", "after", "best possible", "mean", "384 parameters from 32 queries"):
+    for word in ("before", "after", "best possible", "mean", "192 parameters from 32 queries"):
         assert word in result.output
 
 
