@@ -122,6 +122,19 @@ class GroupedManager(CacheManager):
         seq.group = GroupPages(kept, group.num_dropped_tokens + num_dropped_tokens)
         return before - len(kept.page_ids)
 
+    def pin(
+        self, token_ids: TokenIds, namespace: Namespace = BASE, ttl_seconds: float | None = None
+    ) -> int:
+        """See :meth:`CacheManager.pin`: in both groups, as a prefix is of use in both only."""
+        ids = pack_ids(token_ids)
+        first = super().pin(ids, namespace, ttl_seconds)
+        return min(first, self.group.pin(ids, namespace, ttl_seconds))
+
+    def unpin(self, token_ids: TokenIds, namespace: Namespace = BASE) -> bool:
+        """See :meth:`CacheManager.unpin`."""
+        ids = pack_ids(token_ids)
+        return self.group.unpin(ids, namespace) | super().unpin(ids, namespace)
+
     def flush(self, adapter_id: str | None = None) -> FlushReport:
         """See :meth:`CacheManager.flush`; pages of both groups are counted."""
         first, second = super().flush(adapter_id), self.group.flush(adapter_id)

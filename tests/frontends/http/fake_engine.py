@@ -52,6 +52,7 @@ class FakeEngine:
         self.cached_tokens = 0
         self.cached_host_tokens = 0
         self.flushes = 0
+        self.pins: dict[tuple[tuple[int, ...], str], float | None] = {}
         self.draining = False
         self.healthy = True
         self.fail_with: Exception | None = None
@@ -100,6 +101,15 @@ class FakeEngine:
     def flush_cache(self) -> FlushReport:
         self.flushes += 1
         return FlushReport(freed_pages=3, orphaned_pages=1, dropped_pins=0, tier_pages=7)
+
+    def pin(self, token_ids, ttl_seconds=None, *, salt="") -> int:
+        if ttl_seconds == 13.0:
+            raise CapacityError("pinning 1 pages would protect 9 of at most 8; unpin others")
+        self.pins[tuple(token_ids), salt] = ttl_seconds
+        return len(token_ids) // 2
+
+    def unpin(self, token_ids, *, salt="") -> bool:
+        return self.pins.pop((tuple(token_ids), salt), 0) != 0
 
     def snapshot(self) -> EngineStats:
         with self._lock:

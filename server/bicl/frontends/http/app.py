@@ -15,7 +15,7 @@ from starlette.responses import Response
 from bicl.frontends.http.body import BodyError, answer_body_error, answer_wrong_shape
 from bicl.frontends.http.errors import WireError, answer_wire_error
 from bicl.frontends.http.openapi import describe_streams
-from bicl.frontends.http.routes import chat, cloud, completions, generate, ops
+from bicl.frontends.http.routes import chat, cloud, completions, generate, ops, pins
 from bicl.frontends.http.server_state import WIRE_VERSION, ServerState
 
 __all__ = ["create_app"]
@@ -47,6 +47,7 @@ def create_app(server: ServerState) -> FastAPI:
         cloud.router,
         ops.tokenize_router,
         ops.cache_router,
+        pins.router,
     )
     for router in guarded_routers:
         app.include_router(router, dependencies=guarded)

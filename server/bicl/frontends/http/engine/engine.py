@@ -6,9 +6,11 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 
 import torch
 
+from bicl.cache.keys import Namespace
 from bicl.cache.manager import FlushReport
 from bicl.cache.tiers import TierStats
 from bicl.errors import (
@@ -28,10 +30,11 @@ from bicl.frontends.http.engine.config import (
 )
 from bicl.frontends.http.engine.counters import Counters, record_of
 from bicl.frontends.http.engine.emitter import Emitter, Last
+from bicl.frontends.http.engine.forward import Forward
 from bicl.frontends.http.engine.grammar import GrammarCompiler
 from bicl.frontends.http.engine.runner import ModelRunner
 from bicl.frontends.http.engine.sampler import SamplingState
-from bicl.frontends.http.engine.scheduler import Chunk, Plan, Scheduler
+from bicl.frontends.http.engine.scheduler import Plan, Scheduler
 from bicl.frontends.http.engine.sequence import Sequence, check_ids
 from bicl.frontends.http.engine.sizing import num_pages
 from bicl.frontends.http.engine.stream import RequestStream
@@ -95,6 +98,7 @@ class Engine:
         self._draining = False
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._forward = Forward(self._runner, self._scheduler, self._sparse, self._lock)
 
     # --- from any thread ---------------------------------------------------------------------
     def start(self) -> Engine:
@@ -182,6 +186,19 @@ class Engine:
         undisturbed."""
         with self._lock:
             return self._scheduler.manager.flush(adapter_id)
+
+    def pin(
+        self, token_ids: SequenceOf[int], ttl_seconds: float | None = None, *, salt: str = ""
+    ) -> int:
+        """Keep the cached whole pages of a prefix; see :meth:`CacheManager.pin`. Returns its
+        tokens in them."""
+        with self._lock:
+            return self._scheduler.manager.pin(token_ids, Namespace(salt), ttl_seconds)
+
+    def unpin(self, token_ids: SequenceOf[int], *, salt: str = "") -> bool:
+        """Take a pin off. False: these tokens had none."""
+        with self._lock:
+            return self._scheduler.manager.unpin(token_ids, Namespace(salt))
 
     def check_integrity(self) -> None:
         """Prove that every page is accounted for.
@@ -324,50 +341,6 @@ class Engine:
         self._failures += 1
         if self._failures == MAX_FAILURES_IN_A_ROW:
             raise error
-
-    def _forward(self, plan: Plan) -> tuple[list[Chunk], torch.Tensor]:
-        """The chunks that count, and their logits."""
-        copies = [c for chunk in plan.chunks for c in chunk.sequence.pending_copies]
-        if copies:
-            self._runner.copy_pages(copies)
-            with self._lock:
-                for chunk in plan.chunks:
-                    if chunk.sequence.pages is not None and chunk.sequence.pending_copies:
-                        self._scheduler.manager.copies_issued(chunk.sequence.pages)
-        step = None if self._sparse is None else self._sparse.plan(plan.chunks)
-        if self._sparse is None or step is None:
-            logits = self._runner.forward(plan.chunks, fetches=plan.fetches)
-            self._note_fetched(plan)
-            return plan.chunks, logits
-        logits = self._runner.forward(
-            plan.chunks,
-            step.sparsity,
-            keep=step.keep,
-            watched=step.shadow,
-            fetches=plan.fetches,
-        )
-        self._note_fetched(plan)
-        back = self._sparse.finish(plan.chunks)
-        if not back:
-            return plan.chunks, logits
-        # A row that goes back to the full cache computes this token again, too.
-        with self._lock:
-            for sequence in back:
-                assert sequence.sparse is not None
-                log.warning("request %s: full cache (%s)", sequence.id, sequence.sparse.fallback)
-                self._scheduler.recompute_dense(sequence)
-        counts = torch.tensor([chunk.num_logits for chunk in plan.chunks])
-        stays = torch.tensor([chunk.sequence not in back for chunk in plan.chunks])
-        rows = stays.repeat_interleave(counts).to(logits.device)
-        return [c for c in plan.chunks if c.sequence not in back], logits[rows]
-
-    def _note_fetched(self, plan: Plan) -> None:
-        """What the step joined can be shared from now on."""
-        if plan.fetches:
-            with self._lock:
-                for chunk in plan.chunks:
-                    if chunk.sequence.pages is not None:
-                        self._scheduler.manager.fetched(chunk.sequence.pages)
 
     def _tiers_changed(self) -> None:
         """On a thread of the tiers: copies ended."""

@@ -1,4 +1,4 @@
-"""Wire types of ``/info``, ``/v1/models`` and ``/cache/flush``."""
+"""Wire types of ``/info``, ``/v1/models`` and ``/cache/...``."""
 
 from __future__ import annotations
 
@@ -36,6 +36,32 @@ class FlushedCache(Wire):
     held_pages: int = Field(description="Pages that running requests still hold; nobody else can.")
     dropped_pins: int
     tier_pages: int = Field(description="Pages that left host memory and disk.")
+
+
+class UnpinRequest(Wire):
+    inputs: str = Field(description="The beginning of prompts: text, with its template applied.")
+    add_special_tokens: bool = Field(
+        default=True, description="As `/generate` does; the chat routes do not."
+    )
+
+
+class PinRequest(UnpinRequest):
+    ttl_seconds: float | None = Field(
+        default=None, gt=0, description="How long; null: until it is unpinned or flushed."
+    )
+
+
+class PinnedPrefix(Wire):
+    """What a pin protects."""
+
+    tokens: int = Field(description="Of `inputs`.")
+    pinned_tokens: int = Field(description="Those of them in whole pages that were cached.")
+
+
+class Unpinned(Wire):
+    """Whether there was a pin."""
+
+    unpinned: bool
 
 
 class Info(Wire):
