@@ -245,6 +245,20 @@ def test_abort_in_queue_prefill_and_decode_frees_pages(tiny) -> None:
     assert isinstance(collect_rest(decoding), RequestFailed)
 
 
+def test_pinned_prefix_survives_what_evicts_all_others(tiny) -> None:
+    ids, other = prompt(130, seed=1), prompt(130, seed=2)
+    with running(tiny, num_pages=16) as engine:
+        for one in (ids, other):
+            generate(engine, request(one, 2))
+        assert engine.pin(ids) == 128
+        for seed in range(3, 12):
+            generate(engine, request(prompt(300, seed=seed), 2))
+        kept, gone = (generate(engine, request(one, 2))[0].done.usage for one in (ids, other))
+        assert (kept.cached_tokens, gone.cached_tokens) == (128, 0)
+        assert engine.unpin(ids)
+        assert not engine.unpin(ids)
+
+
 def test_bookkeeping_that_contradicts_itself_is_begun_anew_and_serving_goes_on(
     tiny, caplog, monkeypatch
 ) -> None:
