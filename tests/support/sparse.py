@@ -17,6 +17,7 @@ from bicl.cache.layout import PageLayout
 from bicl.ops.cuda import sparse
 from bicl.sparse.index import LayerIndex, make_indexes
 from bicl.sparse.selection import SelectionRule
+from bicl.sparse.sgm import CENTROID_TOKENS
 
 UNSET = 0xFF
 """NaN as e4m3."""
@@ -65,6 +66,12 @@ def indexed_step(
     index = replace(empty, weights=torch.rand(1, layout.head_dim, device="cuda") + 0.25)
     sparse.index_pages(step.layer, index, step.slots)
     return Indexed(step, index, layout.head_dim**-0.5)
+
+
+def unpadded(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """What of the records is written: centroids and counts."""
+    rows = layout.num_kv_heads * layout.page_size // CENTROID_TOKENS
+    return records[:, : rows * (-(-layout.head_dim // 16) * 16 + 1)]
 
 
 def choose(

@@ -34,7 +34,7 @@ class LayerIndex:
         vectors: a record a page; those of pages that are not full hold anything. ``centroids``:
             uint8 ``[num_pages, n]``, of which e4m3 ``[H, C, D16]`` are the means of clusters of the
             page's keys (D16: D rounded up to 16, with zeros), then uint8 ``[H, C]`` the keys in
-            each, then zeros up to a multiple of 16. ``bounds``: ``[num_pages, H, 2, D]``, minimum
+            each, then nothing up to a multiple of 16. ``bounds``: ``[num_pages, H, 2, D]``, minimum
             and maximum of each dim over the keys. ``gate``: ``[num_pages, H, 1, R]``, the mean of
             their gated directions. The latter two are of the model's dtype.
         kind: ``centroids``, ``bounds`` or ``gate``.
