@@ -36,9 +36,10 @@ from bicl.frontends.tgi.selftest.shard import ShardFailed, Shards
 ROOT = Path(__file__).parents[2]
 STANDINS = Path(__file__).parent / "standins"
 SHAPES = (
-    (1, 1024), (8, 1024), (32, 1024), (128, 1024),
+    (1, 1024), (8, 1024), (32, 1024),
     (1, 4096), (8, 4096), (32, 4096),
     (1, 16384), (8, 16384), (32, 16384),
+    (128, 1024), (128, 4096),  # 128 x 16384 would need 275 GB of pages
 )  # fmt: skip
 GRAPHS = "1,2,4,8,16,32,128"
 STEPS = 30
@@ -142,7 +143,7 @@ def time_shape(router: Router, batch: int, context: int, timeline: Path) -> dict
 
 
 OURS = {"BICL_VERIFY_PREFIXES": "0"}
-STOCK = {"BICL_DISABLE": "1", "ATTENTION": "flashinfer", "CUDA_GRAPHS": "1,2,4,8,16,32"}
+STOCK = {"BICL_DISABLE": "1", "ATTENTION": "flashinfer"}
 IMPLS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "bicl": (OURS, ()),
     "bicl-fp8": (OURS, ("--kv-cache-dtype", "fp8_e4m3fn")),
@@ -169,8 +170,7 @@ def time_steps(
     rows = []
     with Shards(folder, environment, "--dtype", "bfloat16", *flags) as shards:
         router = warm_up(shards, Words(), PREFILL_TOKENS, TOTAL_TOKENS)
-        for batch, context in sorted(shapes, key=lambda each: each[0] > 32):
-            # Last, because stock TGI may not survive more rows than its graphs have.
+        for batch, context in shapes:
             shape = f"{batch}x{context}"
             try:
                 times = time_shape(router, batch, context, timeline)
@@ -214,7 +214,7 @@ def check(folder: Path, name: str) -> None:
             model,
             num_tokens=0,
             free_bytes=0,
-            kv_bytes=2,
+            kv_bytes=min(scenario.kv_bytes, 2),
             exact=bool(adapters),
             tie=TIE_BESIDE_FLOAT32 if adapters else TIE,
             prefixes=scenario.prefixes,
