@@ -57,7 +57,7 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
             )
         shapes = [(1, 1024), (32, 1024), (64, 1024), (128, 1024), (options.batch, 1024), (64, 4096)]
         fitting = [(b, k) for b, k in shapes if b * k // 64 <= options.pages]
-        rows += reordering.decode_rows(engine, fitting, rounds=20 * options.rounds)
+        rows += reordering.decode_rows(engine, fitting, rounds=8 * options.rounds)
         rows += reordering.prefill_rows(
             engine, [(1, 2048), (4, 2048), (1, 4096)], rounds=2 * options.rounds
         )
