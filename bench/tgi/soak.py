@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.record import save
 from bench.tgi.step import Words, describe, gpu_environment, warm_up, write_model
 from bicl.frontends.tgi.selftest.bench import Bench
 from bicl.frontends.tgi.selftest.shard import Shards
@@ -70,7 +71,6 @@ def main() -> int:
     parser.add_argument("--drafts", default="0,2", help="--speculate of one shard after another")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--compare", type=int, default=25, help="requests run again alone")
-    parser.add_argument("--commit", default="", help="of the tree, for the result file")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -79,8 +79,7 @@ def main() -> int:
             rows.append(run(Path(temporary) / "8b", options, drafts))
             print(json.dumps(rows[-1]), flush=True)
             what = "requests through TGI's real shard; a wrong page or token would have ended it"
-            meta = describe(what) | {"commit": options.commit, "tie": TIE}
-            options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+            save(options.out, describe(what) | {"tie": TIE}, rows)
     return 0
 
 

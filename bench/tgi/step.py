@@ -2,7 +2,6 @@
 
 Runs in an environment with TGI's Python server on a machine with a GPU::
 
-    python -m bench.tgi.step --check llama llama-host-cache llama-speculate2
     python -m bench.tgi.step --out bench/results/tgi-h200.json
 
 Weights are seeded, N(0, 0.02). Contexts come without prefill: a request claims that all but its
@@ -27,10 +26,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bicl.frontends.tgi.selftest import bench as selftest
-from bicl.frontends.tgi.selftest.models import Model, make_model
+from bench.record import machine, save
 from bicl.frontends.tgi.selftest.router import Router, request_of
-from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
 from bicl.frontends.tgi.selftest.shard import ShardFailed, Shards
 
 ROOT = Path(__file__).parents[2]
@@ -49,8 +46,6 @@ PREFILL_TOKENS = 4096
 TOTAL_TOKENS = 16640
 FREE_BYTES = 90 * 10**9
 NUM_WORDS = 20000
-TIE = 0.3  # log-probability by which bf16 may prefer another token than bf16 in another batch
-TIE_BESIDE_FLOAT32 = 1.0  # the same beside float32; a wrong token is several less likely
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -189,104 +184,19 @@ def time_steps(
     return rows
 
 
-def check(folder: Path, name: str) -> None:
-    """A scenario of the self-test on the GPU, in bf16 with graphs, beside the same prompt alone.
-
-    For the plain one also log-probabilities beside transformers' own in float32 and in bf16.
-    Adapters are compared with transformers: a shard that leaves them out agrees with itself.
-    """
-    torch.set_num_threads(1)
-    scenario = SCENARIOS[name]
-    model = make_model(scenario.model, folder)
-    adapters = [f"{each}={model.path / each}" for each in scenario.adapters]
-    environment = gpu_environment(
-        TEST_FREE_MEMORY=str(scenario.free_bytes),
-        BICL_DEBUG_POISON="1",
-        TEST_AUDIT_EVERY="4",
-        LORA_ADAPTERS=",".join(adapters),
-        **scenario.environment,
-    )
-    with Shards(model.path, environment, "--dtype", "bfloat16", *scenario.flags) as shards:
-        router = warm_up(shards, model, selftest.PREFILL_TOKENS, selftest.TOTAL_TOKENS)
-        bench = selftest.Bench(
-            shards,
-            router,
-            model,
-            num_tokens=0,
-            free_bytes=0,
-            kv_bytes=min(scenario.kv_bytes, 2),
-            exact=bool(adapters),
-            tie=TIE_BESIDE_FLOAT32 if adapters else TIE,
-            prefixes=scenario.prefixes,
-        )
-        if name == "llama":
-            compare_logprobs(bench, model)
-        for each, case in scenario.cases.items():
-            if each == "capacity_fills_the_memory_and_no_more":
-                continue
-            try:
-                case(bench)
-                print(f"ok   {name} {each}", flush=True)
-            except Exception as error:
-                print(f"FAIL {name} {each}: {str(error)[:400]}", flush=True)
-                router.abandon()
-        if router.speculate:
-            print(f"{name}: {router.accepted_drafts} drafts accepted", flush=True)
-
-
-def compare_logprobs(bench: selftest.Bench, model: Model) -> None:
-    """Differences of the chosen tokens' log-probabilities, over prompts and decode steps."""
-    from transformers import AutoModelForCausalLM
-
-    exact = model._model.cuda()
-    rounded = AutoModelForCausalLM.from_pretrained(model.path, torch_dtype=torch.bfloat16).cuda()
-    ours, theirs = [], []
-    for length in (5, 64, 100, 129, 200):
-        sequence = bench.sequence(bench.prompt(length, 77), new_tokens=24)
-        bench.router.prefill(sequence)
-        bench.router.finish()
-        ids = torch.tensor([sequence.prompt + sequence.tokens], device="cuda")
-        places = torch.arange(length - 1, ids.shape[1] - 1, device="cuda")
-        chosen = ids[0, length:]
-        with torch.inference_mode():
-            truth, bf16 = (
-                m(ids).logits[0, places].float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-                for m in (exact, rounded)
-            )
-        got = torch.tensor(sequence.logprobs, device="cuda")
-        ours += (got - truth).abs().tolist()
-        theirs += (bf16 - truth).abs().tolist()
-    for name, values in (("shard", ours), ("transformers bf16", theirs)):
-        print(
-            f"log-probability beside float32, {name}: mean {statistics.mean(values):.4f}, "
-            f"max {max(values):.4f} over {len(values)} tokens",
-            flush=True,
-        )
-    model._model.cpu()
-
-
-def describe(what: str) -> dict[str, str]:
+def describe(what: str) -> dict[str, Any]:
     """What the rows were measured on."""
-    packages = ("torch", "transformers", "flashinfer-python")
+    packages = ("transformers", "flashinfer-python")
     found = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    return {
-        "command": " ".join(sys.argv),
-        "gpu": torch.cuda.get_device_name(),
-        "what": what,
-        **found,
-    }
+    return machine(what=what, **found)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write results here, as JSON")
-    parser.add_argument(
-        "--check", nargs="+", metavar="SCENARIO", help="run these of the self-test, do not time"
-    )
-    parser.add_argument("--commit", default="", help="of the tree, for the result file")
     parser.add_argument("--profile", type=Path, help="write each shape's kernels into this folder")
     parser.add_argument("--impls", default=",".join(IMPLS), help="default: all")
     parser.add_argument("--shapes", default=",".join(f"{b}x{c}" for b, c in SHAPES))
@@ -295,18 +205,12 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if options.check:
-            for name in options.check:
-                check(folder, name)
-            return 0
         write_model(folder / "8b")
         for name in options.impls.split(","):
             rows += time_steps(folder / "8b", name, shapes, options.profile)
             if options.out:
                 what = f"the shard's own time of a decode step, median of {STEPS}; graphs {GRAPHS}"
-                meta = describe(what) | {"commit": options.commit}
-                result = {"meta": meta, "rows": rows}
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+                save(options.out, describe(what), rows)
     return 0
 
 
