@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 from bicl.frontends.tgi.selftest.cases import CASES, CHUNKING
-from bicl.frontends.tgi.selftest.matrix import FEATURES, matrix
+from bicl.frontends.tgi.selftest.matrix import FEATURES, ON_CARD, matrix
 from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
+
+COLUMNS = [*FEATURES, ON_CARD]
 
 
 def line(scenario: str, case: str, problem: str = "") -> str:
@@ -29,11 +31,11 @@ def test_every_case_has_a_column() -> None:
 
 
 def test_matrix_says_yes_only_if_every_case_held() -> None:
-    marks = dict(zip(FEATURES, row(matrix(all_held("llama")), "llama"), strict=True))
+    marks = dict(zip(COLUMNS, row(matrix(all_held("llama")), "llama"), strict=True))
     unmarked = {name for name, mark in marks.items() if mark != "yes"}
-    assert unmarked == {"adapters", "host cache", "disk cache"}
+    assert unmarked == {"adapters", "host cache", "disk cache", ON_CARD}
     failed = [*all_held("llama"), line("llama", "chunked_prompt", "wrong token")]
-    marks = dict(zip(FEATURES, row(matrix(failed), "llama"), strict=True))
+    marks = dict(zip(COLUMNS, row(matrix(failed), "llama"), strict=True))
     assert marks["chunks"] == "NO"
     assert marks["prefixes"] == "yes"
 
@@ -44,6 +46,15 @@ def test_what_did_not_run_is_not_called_supported() -> None:
 
 
 def test_what_tgi_lacks_is_marked() -> None:
-    marks = dict(zip(FEATURES, row(matrix(all_held("qwen3")), "qwen3"), strict=True))
+    marks = dict(zip(COLUMNS, row(matrix(all_held("qwen3")), "qwen3"), strict=True))
     assert marks["chunks"] == "-"
     assert marks["poisoned prefixes"] == "yes"
+
+
+def test_the_card_has_a_column_of_its_own() -> None:
+    checks = [json.loads(each) for each in all_held("llama")]
+    assert row(matrix([], checks), "llama")[-1] == "yes"
+    assert row(matrix([], checks[1:]), "llama")[-1] == "?"
+    checks[-1]["problem"] = "wrong token"
+    assert row(matrix([], checks), "llama")[-1] == "NO"
+    assert row(matrix([], checks), "llama-tp2")[-1] == "-"

@@ -1,6 +1,8 @@
-"""``python -m bicl.frontends.tgi.selftest.matrix RESULTS.jsonl``: the support matrix in Markdown.
+"""``python -m bicl.frontends.tgi.selftest.matrix RESULTS.jsonl [CHECKS.json]``: the support matrix
+in Markdown.
 
-Every mark comes from a case that ran against TGI's real shard; see ``--json`` of the self-test.
+Every mark comes from a case that ran against TGI's real shard; see ``--json`` of the self-test and,
+for the last column, ``--out`` of ``bench.tgi.check``.
 """
 
 from __future__ import annotations
@@ -59,24 +61,35 @@ Written from the results of the tests with text-generation-inference's real shar
 do not edit. Tokens equal those of plain transformers, or, for fp8 caches, those of the same prompt
 alone and in one piece. Pages are full of NaN before they are written. In the column of random
 traffic, free pages must stay so, and attention inside the shard is compared with PyTorch's over
-keys and values kept apart from the pages (not for fp8).
+keys and values kept apart from the pages (not for fp8). The last column: the same cases in
+bfloat16 on a GPU with CUDA graphs and our kernels (`bench/results/tgi-checks-h200.json`), where
+tokens are those of the same prompt alone, or as likely, and with adapters those of transformers.
 
 `yes`: all cases of the column hold. `-`: text-generation-inference does not do it there, or the
-row has no adapters, no host cache or no disk cache.
+row has no adapters, no host cache or no disk cache, or needs two GPUs (see tgi.md).
 `NO`: a case fails. `?`: not run.
 """
 
 
-def matrix(lines: Iterable[str]) -> str:
-    """The page, from the self-test's JSON lines; the last result of a case counts."""
+ON_CARD = "on an H200"
+CAPACITY = "capacity_fills_the_memory_and_no_more"  # counted in float32, on the CPU only
+
+
+def matrix(lines: Iterable[str], on_card: Iterable[Mapping[str, str]] = ()) -> str:
+    """The page, from the self-test's JSON lines and the rows of the checks on a GPU; the last
+    result of a case counts."""
     problems = {(r["scenario"], r["case"]): r["problem"] for r in map(json.loads, lines)}
-    rows = ["| | " + " | ".join(FEATURES) + " |", "|---" * (len(FEATURES) + 1) + "|"]
+    there = {(r["scenario"], r["case"]): r["problem"] for r in on_card}
+    columns = [*FEATURES, ON_CARD]
+    rows = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, scenario in SCENARIOS.items():
         known = {"start_and_warm_up", *scenario.cases}
         marks = []
         for cases in FEATURES.values():
             outcomes = [problems.get((name, case)) for case in cases if case in known]
             marks.append(_mark(outcomes))
+        single = scenario.world_size == 1
+        marks.append(_mark([there.get((name, c)) for c in known - {CAPACITY}] if single else []))
         rows.append(f"| {name} | " + " | ".join(marks) + " |")
     return HEAD + "\n" + "\n".join(rows) + "\n"
 
@@ -91,4 +104,6 @@ def _mark(outcomes: list[str | None]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(matrix(Path(sys.argv[1]).read_text().splitlines()))
+    files = [Path(name).read_text() for name in sys.argv[1:]]
+    checks = json.loads(files[1])["rows"] if len(files) > 1 else []
+    sys.stdout.write(matrix(files[0].splitlines(), checks))
