@@ -52,7 +52,7 @@ def test_small_decode_batches_are_stated_and_do_not_stand_for_the_load() -> None
     case = "exposed reordering in a decode step"
     small = {"case": case, "value": 0.1, "batch": LOADED_BATCH - 1, "shape": "63x1024"}
     found = [v for v in verdicts({GPU: [small]}) if v.what == case]
-    assert [v.value for v in found] == [None, 0.1]
+    assert [v.value for v in found] == [None, 10.0]
     assert "stated" in str(found[1])
 
 
