@@ -148,10 +148,6 @@ class PageTiers:
             self._disk.used_elsewhere.append([block.key for block in blocks])
         return Reservation(self, blocks)
 
-    def num_on_disk(self, chain: PageChain, first: int, last: int) -> int:
-        """How many of the chain's pages from ``first`` on the disk holds without a gap."""
-        return 0 if self._disk is None else self._disk.num_held(chain, first, last)
-
     def num_in_host(self, chain: PageChain, first: int, last: int) -> int:
         """How many of the chain's pages from ``first`` on :meth:`reserve` would find."""
         with self._changed:

@@ -39,12 +39,6 @@ class Reservation:
     def num_from_disk(self) -> int:
         return sum(block.from_disk for block in self.blocks)
 
-    def trim(self, num_pages: int) -> None:
-        """Keep the first ``num_pages`` only (tensor-parallel ranks agree on the least)."""
-        dropped = self.blocks[num_pages:]
-        del self.blocks[num_pages:]
-        self._tiers._release(dropped)
-
     def start(self, pages: Sequence[int]) -> Fetch:
         """Begin to copy the blocks into these pages, behind all work issued so far.
 

@@ -168,15 +168,6 @@ def test_pages_being_read_are_not_evicted(rig) -> None:
     assert one.holds([8, 9, 10, 11], held)
 
 
-def test_trimmed_reservation_brings_less(rig) -> None:
-    one = rig()
-    held = one.save(chain(4 * PAGE), [0, 1, 2, 3])
-    reservation = one.tiers.reserve(chain(4 * PAGE), 0, 4)
-    reservation.trim(2)
-    reservation.start([8, 9]).join_all(LAYERS)
-    assert one.holds([8, 9], [layer[:2] for layer in held])
-
-
 def blocked(one: Rig, monkeypatch, method: str, layer: int = 0) -> threading.Event:
     """Copies from that layer on wait until the event is set."""
     release, original = threading.Event(), getattr(one.mover, method)
@@ -339,7 +330,6 @@ def test_pages_evicted_from_host_memory_come_back_from_disk(rig, tmp_path) -> No
     for seed in (2, 3):
         one.save(chain(4 * PAGE, seed=seed), [4, 5, 6, 7])
     assert one.tiers.num_in_host(first, 0, 4) == 0
-    assert one.tiers.num_on_disk(first, 0, 4) == 4
     one.promote(first)
     reservation = one.tiers.reserve(first, 0, 4)
     assert (reservation.num_pages, reservation.num_from_disk) == (4, 4)
