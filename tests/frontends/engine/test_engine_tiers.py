@@ -22,6 +22,8 @@ from bicl.errors import ConfigError
 from bicl.frontends.http.engine import Engine
 from bicl.frontends.http.engine.sequence import Sequence
 from bicl.frontends.http.request import RequestDone
+from bicl.sparse.config import HySparseConfig
+from bicl.sparse.guard import GuardBounds
 
 HOST = {"host_cache_bytes": 64 << 20}
 
@@ -80,6 +82,24 @@ def test_prefix_comes_back_from_host_memory(tiny, length: int) -> None:
         usage = second.done.usage
     assert first.ids == second.ids == cold(tiny, request(ids))
     assert usage.cached_tokens == usage.cached_host_tokens == (length - 1) // 64 * 64
+
+
+def test_the_index_of_a_page_comes_back_with_it(tiny) -> None:
+    """Every sparse step's audit computes it again and compares."""
+    ids = prompt(400)
+    sparse = HySparseConfig(text_kind="off", layers="0-2/3", floor_tokens=128, sparsity_ratio=0.6)
+    bounds = GuardBounds(shadow_interval=1, min_mass_kept=0.0)
+    with tiered(tiny, hysparse=sparse, guard=bounds) as engine:
+        (first,) = serve(engine, request(ids))
+        forget_pool(engine)
+        for index in engine._runner.shadow.sparse.indexes.values():
+            index.vectors.fill_(0x55)
+        (second,) = serve(engine, request(ids))
+        stats = engine.snapshot().sparse
+    assert second.done.usage.cached_host_tokens == 384
+    assert second.ids == first.ids
+    assert stats.shadow_steps > 0
+    assert (stats.stale_pages, sum(stats.fallbacks.values())) == (0, 0)
 
 
 def test_pool_and_host_serve_one_prefix_together(tiny) -> None:
