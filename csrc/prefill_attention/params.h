@@ -40,6 +40,12 @@ struct SplitPlace {
   BICL_HD int pack() const { return (pieces << kBits | index) << kBits | slot; }
 };
 
+// A CTA's first ticket, so that it starts after one read. Meaningful below PrefillHeader::work_tickets.
+struct PrefillStart {
+  PrefillTile tile;
+  int head;
+};
+
 struct PrefillHeader {
   int num_tiles;          // tile list entries (split pieces counted)
   int heads_per_section;  // KV heads worked on at a time, so that their K and V stay in L2
@@ -57,6 +63,7 @@ struct PrefillPlan {
   int* arrived;             // [max_partials], zero between launches: warps that stored a partial
   int* combined;            // [max_partials], zero between launches
   PrefillTile* tiles;       // [max_tiles]
+  PrefillStart* starts;     // [num_ctas]
   float2* partial_rows;     // [max_partials][kPrefillRows] (max, sum)
   float* partials;          // [max_partials][kPrefillRows * D]
   int max_tiles;
@@ -109,5 +116,14 @@ struct PrefillParams {
   float softcap;  // 0: off
   bool pdl;
 };
+
+// Ticket to (list entry, KV head): sections of KV heads outermost, heads of a section innermost.
+BICL_HD void split_ticket(int ticket, int entries, int section, int& entry, int& head) {
+  const int per_section = entries * section;
+  const int s = ticket / per_section;
+  const int rest = ticket - s * per_section;
+  entry = rest / section;
+  head = s * section + rest - entry * section;
+}
 
 }  // namespace bicl

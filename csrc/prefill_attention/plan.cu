@@ -30,6 +30,7 @@ int64_t lay_out(PrefillPlan& plan, char* base, int num_tokens, int batch, int gr
   take(plan.arrived, plan.max_partials);
   take(plan.combined, plan.max_partials);
   take(plan.tiles, plan.max_tiles);
+  take(plan.starts, num_ctas);
   take(plan.partial_rows, int64_t{plan.max_partials} * kPrefillRows);
   take(plan.partials, int64_t{plan.max_partials} * kPrefillRows * padded_head_dim);
   return offset;

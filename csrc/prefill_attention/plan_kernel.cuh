@@ -247,9 +247,14 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
     }
   }
   __syncthreads();
+  int section = p.num_kv_heads;
+  while (section > 1 && (p.num_kv_heads % section || keys * p.kv_bytes * section > kSectionBytes)) --section;
+  for (int ticket = thread; ticket < min(p.num_ctas, total * p.num_kv_heads); ticket += kPlanThreads) {
+    int entry, head;
+    split_ticket(ticket, total, section, entry, head);
+    plan.starts[ticket] = {plan.tiles[entry], head};
+  }
   if (thread == 0) {
-    int section = p.num_kv_heads;
-    while (section > 1 && (p.num_kv_heads % section || keys * p.kv_bytes * section > kSectionBytes)) --section;
     PrefillHeader header = {};
     header.num_tiles = total;
     header.heads_per_section = section;

@@ -227,13 +227,4 @@ __device__ __forceinline__ void store_lse(const PrefillParams& p, const PrefillT
   }
 }
 
-// Ticket to (list entry, KV head): sections of KV heads outermost, heads of a section innermost.
-__device__ __forceinline__ void split_ticket(int ticket, int entries, int section, int& entry, int& head) {
-  const int per_section = entries * section;
-  const int s = ticket / per_section;
-  const int rest = ticket - s * per_section;
-  entry = rest / section;
-  head = s * section + rest - entry * section;
-}
-
 }  // namespace bicl::prefill

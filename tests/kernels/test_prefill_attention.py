@@ -135,17 +135,33 @@ def test_long_contexts(lengths: tuple[int, int], stored: torch.dtype) -> None:
     check(step, scale=0.09)
 
 
+@pytest.mark.parametrize("window_left", [-1, 200])
+@pytest.mark.parametrize("scale", [0.7, 4.0])
+@pytest.mark.parametrize("lengths", ["ragged", "chunk on a long prefix", "short on a long prefix"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("stored", list(STORED))
+def test_scores_that_outgrow_those_before_by_far(
+    stored: str, head_dim: int, lengths: str, scale: float, window_left: int
+) -> None:
+    """Scores of up to hundreds: the exponents' reference must rise within tiles and splits."""
+    dtype, stored_dtype = STORED[stored]
+    step = packed_step(LENGTHS[lengths], layout_of(2, head_dim, stored_dtype), group=4, dtype=dtype)
+    for deterministic in (False, True):
+        check(step, scale=scale, window_left=window_left, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("scale", [0.1, 2.0])
 @pytest.mark.parametrize("stored", [torch.bfloat16, *FP8_DTYPES], ids=str)
 @pytest.mark.parametrize("force_sm80", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_a_row_does_not_depend_on_chunks_prefix_or_batch_mates(
-    head_dim: int, force_sm80: bool, stored: torch.dtype
+    head_dim: int, force_sm80: bool, stored: torch.dtype, scale: float
 ) -> None:
     """Deterministic mode, bit for bit."""
     layout = layout_of(2, head_dim, stored)
     lengths = ((3000, 3000), (700, 900))
     step = packed_step(lengths, layout, group=4, dtype=torch.bfloat16)
-    options = {"scale": 0.1, "deterministic": True, "force_sm80": force_sm80}
+    options = {"scale": scale, "deterministic": True, "force_sm80": force_sm80}
     together, _ = run(step, **options)
     meta = step.meta
     for last in (1, 63, 64, 313, 777, 1500, 3000):

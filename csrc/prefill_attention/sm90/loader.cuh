@@ -153,9 +153,10 @@ struct KeyLoader {
     constexpr int kWords = sizeof(PrefillHeader) / sizeof(int);
     if (lane < kWords)
       reinterpret_cast<int*>(&control.header)[lane] = reinterpret_cast<const int*>(p.plan.header)[lane];
+    const int word = lane <= kTileWords ? reinterpret_cast<const int*>(p.plan.starts + blockIdx.x)[lane] : 0;
     __syncwarp();
-    next.ticket = blockIdx.x;
-    look_up();
+    next = {static_cast<int>(blockIdx.x), Task::kTile, __shfl_sync(~0u, word, kTileWords), 0, word};
+    if (next.ticket >= control.header.work_tickets) look_up();
     publish();
     for (uint32_t i = 0;; ++i) {
       const Assignment& a = control.assignments[i % kAssignments];
