@@ -2,91 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from support.tier_rig import (
+    LAYERS,
+    MEBI,
+    PAGE,
+    PAGE_BYTES,
+    blocked,
+    chain,
+)
 
-from bicl.cache.keys import Namespace, PageChain, root_key
-from bicl.cache.tiers import HostMover, PageTiers, saves
+from bicl.cache.keys import PageChain
+from bicl.cache.tiers import saves
 from bicl.errors import CapacityError, ConfigError, TransferError
-
-PAGE = 4
-LAYERS = 3
-NUM_PAGES = 16
-LAYER_SHAPE = (NUM_PAGES, 2, PAGE, 8)
-PAGE_BYTES = LAYERS * 2 * PAGE * 8 * 4
-MEBI = 1 << 20
-
-
-def chain(tokens: int, *, seed: int = 0, salt: str = "", group: str = "") -> PageChain:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, 1000, (tokens,), generator=generator).tolist()
-    return PageChain(ids, PAGE, [root_key(Namespace(salt, group))], group=group)
-
-
-class Rig:
-    """A pool on the CPU with tiers below it."""
-
-    def __init__(self, **options) -> None:
-        self.layers = [torch.full(LAYER_SHAPE, torch.nan) for _ in range(LAYERS)]
-        self.mover = HostMover([[layer] for layer in self.layers])
-        self.tiers = PageTiers(
-            self.mover, PAGE, **{"fingerprint": b"model", "host_bytes": MEBI, **options}
-        )
-
-    def fill(self, pages: list[int], seed: int = 7) -> list[torch.Tensor]:
-        """Write pages; returns what they hold."""
-        generator = torch.Generator().manual_seed(seed)
-        for layer in self.layers:
-            layer[pages] = torch.randn(len(pages), *LAYER_SHAPE[1:], generator=generator)
-        return [layer[pages].clone() for layer in self.layers]
-
-    def save(self, chain: PageChain, pages: list[int], seed: int = 7) -> list[torch.Tensor]:
-        held = self.fill(pages, seed)
-        self.tiers.save(chain, pages)
-        assert self.tiers.settle(10)
-        for layer in self.layers:
-            layer[pages] = torch.nan
-        return held
-
-    def fetch(self, chain: PageChain, pages: list[int], first: int = 0) -> int:
-        """Bring what the host holds into these pages; returns how many came."""
-        reservation = self.tiers.reserve(chain, first, chain.num_pages)
-        count = reservation.num_pages
-        fetch = reservation.start(pages[:count])
-        fetch.join_all(LAYERS)
-        assert fetch.wait(10)
-        return count
-
-    def promote(self, chain: PageChain, first: int = 0) -> None:
-        promotion = self.tiers.promote(chain, first, chain.num_pages)
-        if promotion is not None:
-            assert promotion.wait(10)
-            promotion.close()
-
-    def holds(self, pages: list[int], contents: list[torch.Tensor]) -> bool:
-        return all(
-            torch.equal(layer[pages], held)
-            for layer, held in zip(self.layers, contents, strict=True)
-        )
-
-
-@pytest.fixture
-def rig() -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def make(**options) -> Rig:
-        made.append(Rig(**options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.tiers.close()
-        assert one.tiers.check_integrity()
 
 
 def test_pages_come_back_as_they_were(rig) -> None:
@@ -166,19 +98,6 @@ def test_pages_being_read_are_not_evicted(rig) -> None:
     fetch = reservation.start([8, 9, 10, 11])
     fetch.join_all(LAYERS)
     assert one.holds([8, 9, 10, 11], held)
-
-
-def blocked(one: Rig, monkeypatch, method: str, layer: int = 0) -> threading.Event:
-    """Copies from that layer on wait until the event is set."""
-    release, original = threading.Event(), getattr(one.mover, method)
-
-    def waits(*arguments):
-        if method == "save" or arguments[0] >= layer:
-            assert release.wait(20)
-        return original(*arguments)
-
-    monkeypatch.setattr(one.mover, method, waits)
-    return release
 
 
 def test_first_layer_is_there_before_the_last(rig, monkeypatch) -> None:
@@ -323,79 +242,6 @@ def test_flush_of_one_adapter_leaves_the_others(rig, tmp_path) -> None:
     assert len(list(tmp_path.rglob("*.page"))) == 1
 
 
-def test_pages_evicted_from_host_memory_come_back_from_disk(rig, tmp_path) -> None:
-    one = rig(host_bytes=8 * PAGE_BYTES, disk_folder=tmp_path, disk_bytes=MEBI)
-    first = chain(4 * PAGE, seed=1)
-    held = one.save(first, [0, 1, 2, 3])
-    for seed in (2, 3):
-        one.save(chain(4 * PAGE, seed=seed), [4, 5, 6, 7])
-    assert one.tiers.num_in_host(first, 0, 4) == 0
-    one.promote(first)
-    reservation = one.tiers.reserve(first, 0, 4)
-    assert (reservation.num_pages, reservation.num_from_disk) == (4, 4)
-    reservation.start([8, 9, 10, 11]).join_all(LAYERS)
-    assert one.holds([8, 9, 10, 11], held)
-    assert one.tiers.reserve(first, 0, 4).num_from_disk == 0  # from now on it is in host memory
-
-
-def test_promotion_reads_only_what_host_memory_lacks(rig, tmp_path) -> None:
-    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
-    prompt = chain(4 * PAGE)
-    one.save(prompt, [0, 1, 2, 3])
-    for page in (1, 3):
-        one.tiers._host.remove(one.tiers._host.get(prompt.key(page)))
-    one.promote(prompt)
-    assert one.tiers.stats().disk_read_pages == 2
-    assert one.tiers.num_in_host(prompt, 0, 4) == 4
-
-
-def test_closed_promotion_starts_no_further_reads(rig, tmp_path, monkeypatch) -> None:
-    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
-    prompt = chain(12 * PAGE)
-    one.save(prompt, list(range(12)))
-    one.tiers._host.flush(None)
-    release, store = threading.Event(), one.tiers._disk._store
-    read = store.read
-    monkeypatch.setattr(store, "read", lambda *a: (release.wait(20), read(*a)))
-    promotion = one.tiers.promote(prompt, 0, 12)
-    promotion.close()
-    release.set()
-    assert promotion.wait(10)
-    assert one.tiers.stats().disk_read_pages <= 4  # those that had begun
-
-
-def test_disk_that_falls_behind_loses_pages_and_holds_nobody_up(rig, tmp_path, monkeypatch) -> None:
-    one = rig(host_bytes=8 * PAGE_BYTES, disk_folder=tmp_path, disk_bytes=MEBI)
-    release, store = threading.Event(), one.tiers._disk._store
-    write = store.write
-    monkeypatch.setattr(store, "write", lambda *a: (release.wait(20), write(*a))[1])
-    for seed in range(5):
-        one.fill([0, 1])
-        one.tiers.save(chain(2 * PAGE, seed=seed), [0, 1])
-        with one.tiers._changed:
-            assert one.tiers._changed.wait_for(lambda: one.tiers._saves.idle, 10)
-    release.set()
-    assert one.tiers.settle(10)
-    stats = one.tiers.stats()
-    assert stats.saved_pages == 10
-    assert stats.disk_dropped_pages == 10 - stats.disk_written_pages > 0
-
-
-def test_full_disk_is_counted_and_nothing_is_left_behind(rig, tmp_path, monkeypatch) -> None:
-    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
-
-    def refuses(path, parts):
-        path.write_bytes(b"half a pa")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("bicl.cache.tiers.disk.write_file", refuses)
-    one.save(chain(2 * PAGE), [0, 1])
-    stats = one.tiers.stats()
-    assert (stats.failures["io"], stats.disk_dropped_pages, stats.disk_pages) == (2, 2, 0)
-    assert not list(tmp_path.rglob("*.tmp"))
-    assert one.fetch(chain(2 * PAGE), [4, 5]) == 2
-
-
 def test_sizes_that_hold_nothing_are_refused(rig, tmp_path) -> None:
     with pytest.raises(ConfigError, match=f"needs {PAGE_BYTES}"):
         rig(host_bytes=PAGE_BYTES - 1)
@@ -487,55 +333,3 @@ def test_pages_of_one_step_are_saved_in_one_copy(rig, monkeypatch) -> None:
     one.tiers.claim([2])  # overwritten meanwhile
     assert one.tiers.settle(10)
     assert copies == [[0, 1, 3]]
-
-
-def test_disk_is_measured_and_left_as_it_was(rig, tmp_path) -> None:
-    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
-    saved = one.save(chain(2 * PAGE), [0, 1])
-    before = sorted(tmp_path.rglob("*"))
-    one.tiers.measure([6, 7])
-    assert one.tiers.costs.disk_bytes_per_second > 0
-    assert sorted(tmp_path.rglob("*")) == before
-    assert one.fetch(chain(2 * PAGE), [4, 5]) == 2
-    assert one.holds([4, 5], saved)
-    assert one.tiers.check_integrity()
-
-
-def test_slow_disk_is_left_alone(rig, tmp_path) -> None:
-    """Computing is faster: the request does not wait, and the page is not read."""
-    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
-    one.save(chain(2 * PAGE), [0, 1])
-    with one.tiers._changed:
-        one.tiers._host.flush(None)
-    costs = one.tiers.costs
-    costs.disk_bytes_per_second, costs.prefill_tokens_per_second = PAGE_BYTES / 1.0, PAGE / 0.5
-    assert one.tiers.promote(chain(2 * PAGE), 0, 2) is None
-    assert one.tiers.stats().skipped_fetches == 1
-    costs.disk_bytes_per_second = PAGE_BYTES / 0.1
-    promotion = one.tiers.promote(chain(2 * PAGE), 0, 2)
-    assert promotion is not None
-    assert promotion.wait(10)
-    promotion.close()
-    assert one.tiers.num_in_host(chain(2 * PAGE), 0, 2) == 2
-
-
-def test_disk_that_cannot_be_measured_is_tried_all_the_same(rig, tmp_path, monkeypatch) -> None:
-    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
-
-    def refused(page):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(one.tiers._disk._store, "write_probe", refused)
-    one.tiers.measure([6, 7])
-    assert one.tiers.costs.disk_bytes_per_second == 0
-    assert one.tiers.costs.promotion_pays(1)
-    assert one.tiers.check_integrity()
-
-
-def test_missing_hash_package_is_named(rig, tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    for module in ("disk", "disk_pipe"):
-        monkeypatch.delitem(sys.modules, f"bicl.cache.tiers.{module}", raising=False)
-    with pytest.raises(ConfigError, match="pip install xxhash"):
-        rig(disk_folder=tmp_path, disk_bytes=MEBI)
-    assert rig()  # host memory needs none
