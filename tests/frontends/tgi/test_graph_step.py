@@ -105,3 +105,14 @@ def test_other_steps_go_tgi_s_way(
 def test_without_graphs_every_step_goes_tgi_s_way(staged: list[tuple[Any, ...]]) -> None:
     assert Model().forward(batch(1), None)[0] == "text-generation-inference"
     assert not staged
+
+
+def test_a_step_that_the_kernel_refuses_stops_the_shard(
+    staged: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*fixed: torch.Tensor) -> Any:
+        raise ValueError("slots must be int64")
+
+    monkeypatch.setattr(graph_step, "bind_stage_step", refuse)
+    with pytest.raises(RuntimeError, match="entering a CUDA graph failed: slots must be int64"):
+        Model(4).forward(batch(2), None)

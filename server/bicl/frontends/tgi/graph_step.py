@@ -30,7 +30,11 @@ def stage_in_one_launch(model_class: Any) -> None:
         if not size or batch.position_ids.dim() != 1:
             return forward(self, batch, adapter_data)
         graph = self.cuda_graphs[size]
-        _stage_into(graph)(*_sources(batch))
+        try:
+            _stage_into(graph)(*_sources(batch))
+        except ValueError as error:
+            # Of all exceptions only a RuntimeError makes TGI stop the shard.
+            raise RuntimeError(f"bicl: entering a CUDA graph failed: {error}") from error
         graph["graph"].replay()
         return graph["logits"][:rows], _head(graph["speculative_logits"], rows)
 
