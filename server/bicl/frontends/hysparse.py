@@ -175,13 +175,15 @@ def _show(console: Console, report: FitReport, output: Path, seconds: float) -> 
     table = Table(
         title=f"attention lost to pages left out, sparsity {report.sparsity}, held-out queries"
     )
-    for column in ("layer", "before", "after", "best possible"):
+    for column in ("layer", "leaves out", "before", "after", "best possible"):
         table.add_column(column, justify="right")
     for own in report.layers:
         table.add_row(
-            str(own.layer), *(f"{100 * x:.2f} %" for x in (own.before, own.after, own.best))
+            str(own.layer),
+            f"{100 * own.ratio:.0f} %",
+            *(f"{100 * x:.2f} %" for x in (own.before, own.after, own.best)),
         )
-    means = (report.mean(what) for what in ("before", "after", "best"))
+    means = (report.mean(what) for what in ("ratio", "before", "after", "best"))
     table.add_section()
     table.add_row("mean", *(f"{100 * x:.2f} %" for x in means))
     console.print(table)

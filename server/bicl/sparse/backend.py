@@ -185,7 +185,7 @@ class SparseBackend:
         pages, lengths = select_tiles(
             scores,
             *place,
-            meta.sparsity,
+            meta.sparsity * index.share,
             rule,
             layer.layout.num_kv_heads,
             self.config.combine,

@@ -10,6 +10,7 @@ from bicl.errors import ConfigError
 
 __all__ = [
     "COMBINES",
+    "MAX_SPARSITY",
     "MODES",
     "REFERENCE_DEPTH",
     "TEXT_KINDS",

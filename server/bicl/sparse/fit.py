@@ -15,6 +15,7 @@ import torch
 
 from bicl.errors import ConfigError
 from bicl.ops.cpu.sparse import combine_heads
+from bicl.sparse.config import MAX_SPARSITY
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import (
     GATE_DIM,
@@ -44,6 +45,9 @@ GATE_NAME = "hysparse-gate.safetensors"
 
 LEARNING_RATE = 0.02
 SOFTNESS = 0.25
+RATIO_STEP = 0.05
+RATIO_RANGE = (0.5, 1.4)
+"""Of the ratio that a fit is for: what a layer may get for its own."""
 HELD_OUT = 5
 """Every fifth query is not trained on; the report is about those."""
 
@@ -66,9 +70,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Shares of the attention that the left-out pages would have drawn, on held-out queries."""
+    """Shares of the attention that the left-out pages would have drawn, on held-out queries:
+    without a fit, with it, and as the true attention would choose.
+
+    ``ratio``: what the layer leaves out after the fit.
+    """
 
     layer: int
+    ratio: float
     before: float
     after: float
     best: float
@@ -98,7 +107,7 @@ class _Lesson:
     """Pages of one recording: what the student sees, what the teacher knows.
 
     ``mass`` float32 ``[R, Hq, W]``; ``scored`` and ``candidate`` bool ``[R, W]``, what a softmax
-    runs over and what competes; ``budget`` float32 ``[R]``, pages to choose among the candidates.
+    runs over and what competes; ``tiles`` int32 ``[R]``.
     """
 
     query: torch.Tensor
@@ -106,9 +115,19 @@ class _Lesson:
     mass: torch.Tensor
     scored: torch.Tensor
     candidate: torch.Tensor
-    budget: torch.Tensor
+    tiles: torch.Tensor
     num_kv_heads: int
     scale: float
+
+    def budget(self, rule: SelectionRule, sparsity: float) -> torch.Tensor:
+        """int32 ``[R]``, pages to choose among the candidates; all of them: nothing is left out."""
+        kept = rule.tiles_to_keep(self.tiles, torch.full((len(self.tiles),), sparsity))
+        candidates = self.candidates
+        return (kept - (self.tiles - candidates)).clamp_min(0).minimum(candidates)
+
+    @property
+    def candidates(self) -> torch.Tensor:
+        return self.candidate.sum(dim=1, dtype=torch.int32)
 
 
 def fit(
@@ -145,18 +164,28 @@ def fit(
             for out, target in ((False, lessons), (True, held)):
                 place = torch.arange(len(recording.position))
                 chosen = (place % HELD_OUT == HELD_OUT - 1) == out
-                target.setdefault(layer, []).append(
-                    _lesson(recording, chosen, gate, rule, sparsity)
-                )
-    if not any(bool((x.budget > 0).any()) for own in lessons.values() for x in own):
+                target.setdefault(layer, []).append(_lesson(recording, chosen, gate, rule))
+    every = [lesson for own in lessons.values() for lesson in own]
+    if all(torch.equal(each.budget(rule, sparsity), each.candidates) for each in every):
         raise ConfigError(
             f"the texts are too short: up to {rule.always} pages of {rule.page_size} tokens "
             "nothing is left out; give longer ones"
         )
-    before = {layer: _lost(gate, layer, own) for layer, own in held.items()}
-    _train(gate, lessons, steps, progress)
+    task = _Task(rule, sparsity)
+    before = {layer: task.lost(gate, layer, own, sparsity) for layer, own in held.items()}
+    task.train(gate, lessons, steps, progress)
+    ratios = dict.fromkeys(lessons, sparsity)
+    if isinstance(gate, PageGate):
+        ratios = task.share_out(gate, lessons)
+        gate.shares.copy_(torch.tensor([ratios[layer] / sparsity for layer in gate.layers]))
     layers = tuple(
-        LayerReport(layer, before[layer], _lost(gate, layer, own), _lost(None, layer, own))
+        LayerReport(
+            layer,
+            ratios[layer],
+            before[layer],
+            task.lost(gate, layer, own, ratios[layer]),
+            task.lost(None, layer, own, sparsity),
+        )
         for layer, own in held.items()
     )
     counts = [sum(len(x.query) for x in next(iter(each.values()))) for each in (lessons, held)]
@@ -164,27 +193,113 @@ def fit(
     return gate, FitReport(kind, learned, (counts[0], counts[1]), sparsity, layers)
 
 
-def _train(
-    gate: Gate,
-    lessons: dict[int, list[_Lesson]],
-    steps: int,
-    progress: Callable[[int, int], None],
-) -> None:
-    optimiser = torch.optim.Adam(gate.parameters(), lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    for step in range(steps):
-        optimiser.zero_grad()
-        for layer, own in lessons.items():
-            loss = torch.stack([_loss(gate, layer, lesson) for lesson in own]).mean()
-            (loss / len(lessons)).backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        schedule.step()
-        progress(step + 1, steps)
+@dataclass(frozen=True)
+class _Task:
+    """What is fitted for: how many pages a row reads."""
+
+    rule: SelectionRule
+    sparsity: float
+
+    def train(
+        self,
+        gate: Gate,
+        lessons: dict[int, list[_Lesson]],
+        steps: int,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        optimiser = torch.optim.Adam(gate.parameters(), lr=LEARNING_RATE)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+        for step in range(steps):
+            optimiser.zero_grad()
+            for layer, own in lessons.items():
+                loss = torch.stack([self.loss(gate, layer, lesson) for lesson in own]).mean()
+                (loss / len(lessons)).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            schedule.step()
+            progress(step + 1, steps)
+
+    def loss(self, gate: Gate, layer: int, lesson: _Lesson) -> torch.Tensor:
+        """Distillation (cross entropy to the teacher's mass over the candidates) plus what a soft
+        top-K of the combined scores would lose."""
+        scores = _scores(gate, layer, lesson)
+        hidden = ~lesson.candidate[:, None]
+        target = lesson.mass.masked_fill(hidden, 0.0)
+        logs = scores.masked_fill(hidden, -torch.inf).log_softmax(dim=-1).masked_fill(hidden, 0.0)
+        distilled = -(target * logs).sum(dim=-1).mean()
+        budget = lesson.budget(self.rule, self.sparsity)
+        rows = (budget > 0) & (budget < lesson.candidates)
+        if not rows.any():
+            return distilled
+        heads = lesson.num_kv_heads
+        share = combine_heads(scores[rows], lesson.scored[rows], heads, "softmax")
+        share = share.clamp_min(1e-9).log().masked_fill(hidden[rows], -torch.inf)
+        kept = soft_top_k(share, budget[rows, None].expand(-1, heads).float(), SOFTNESS)
+        kept = kept.masked_fill(hidden[rows], 0.0)
+        kept = kept.repeat_interleave(target.shape[1] // heads, dim=1)
+        return distilled + (target[rows] * (1.0 - kept)).sum(dim=-1).mean()
+
+    def share_out(self, gate: Gate, lessons: dict[int, list[_Lesson]]) -> dict[int, float]:
+        """A ratio for each layer, whose mean is the task's: layers whose attention lies in few
+        pages leave out more, those in which it is spread leave out less.
+
+        Steps of a ratio are moved from the layer that gains most by one less to the one that
+        loses least by one more, as long as the squares of what is lost add up to less.
+        """
+        low, high = (self.sparsity * share for share in RATIO_RANGE)
+        high = min(high, MAX_SPARSITY)
+        below, above = (int(abs(end - self.sparsity) / RATIO_STEP + 1e-6) for end in (low, high))
+        steps = range(-below, above + 1)
+        cost = {
+            (layer, step): self._squared_loss(gate, layer, own, self.sparsity + step * RATIO_STEP)
+            for layer, own in lessons.items()
+            for step in steps
+        }
+        at = dict.fromkeys(lessons, 0)
+        while True:
+            up = {n: cost[n, at[n] + 1] - cost[n, at[n]] for n in at if at[n] < above}
+            down = {n: cost[n, at[n]] - cost[n, at[n] - 1] for n in at if at[n] > -below}
+            pairs = [(down[b] - up[a], a, b) for a in up for b in down if a != b]
+            gain, more, less = max(pairs, default=(0.0, 0, 0))
+            if gain <= 0.0:
+                return {n: self.sparsity + step * RATIO_STEP for n, step in at.items()}
+            at[more] += 1
+            at[less] -= 1
+
+    def _squared_loss(
+        self, gate: Gate, layer: int, lessons: Sequence[_Lesson], ratio: float
+    ) -> float:
+        return float(torch.cat(self._lost(gate, layer, lessons, ratio)).square().mean())
+
+    def lost(
+        self, gate: Gate | None, layer: int, lessons: Sequence[_Lesson], ratio: float
+    ) -> float:
+        """Mean share of a head's attention in the pages left out; ``None``: as the teacher
+        chooses."""
+        return float(torch.cat(self._lost(gate, layer, lessons, ratio)).mean())
+
+    @torch.no_grad()
+    def _lost(
+        self, gate: Gate | None, layer: int, lessons: Sequence[_Lesson], ratio: float
+    ) -> list[torch.Tensor]:
+        """Of each row in which something is left out, and each head."""
+        lost = [torch.zeros(1)]
+        for lesson in lessons:
+            budget = lesson.budget(self.rule, ratio)
+            rows = budget < lesson.candidates
+            if not rows.any():
+                continue
+            heads, true = lesson.num_kv_heads, lesson.mass.clamp_min(1e-12).log()
+            scores = true if gate is None else _scores(gate, layer, lesson)
+            share = combine_heads(scores[rows], lesson.scored[rows], heads, "softmax")
+            share = share.masked_fill(~lesson.candidate[rows, None], -1.0)
+            rank = share.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+            out = (rank >= budget[rows, None, None]) & lesson.candidate[rows, None]
+            mass = _grouped(lesson.mass[rows], heads)
+            lost.append((mass * out[:, :, None]).sum(dim=-1).flatten())
+        return lost if len(lost) == 1 else lost[1:]
 
 
-def _lesson(
-    recording: Recording, chosen: torch.Tensor, gate: Gate, rule: SelectionRule, sparsity: float
-) -> _Lesson:
+def _lesson(recording: Recording, chosen: torch.Tensor, gate: Gate, rule: SelectionRule) -> _Lesson:
     query, position = recording.query[chosen].float(), recording.position[chosen]
     key = recording.key.float()
     size, heads = rule.page_size, key.shape[1]
@@ -197,13 +312,10 @@ def _lesson(
     place = torch.arange(width)
     scored = place < (tiles - rule.recent)[:, None]
     candidate = scored & (place >= rule.first)
-    kept = rule.tiles_to_keep(tiles, torch.full((len(tiles),), sparsity))
-    budget = (kept - (tiles - candidate.sum(1))).clamp_min(0).float()
-    budget = budget.where(budget < candidate.sum(1), torch.zeros(()))  # nothing to choose
     pages = key[: width * size].view(width, size, *key.shape[1:])
     if isinstance(gate, PageGate):
         pages = gate.describe(pages.transpose(1, 2))
-    return _Lesson(query, pages, mass, scored, candidate, budget, heads, recording.scale)
+    return _Lesson(query, pages, mass, scored, candidate, tiles, heads, recording.scale)
 
 
 def _grouped(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -222,44 +334,6 @@ def _scores(gate: Gate, layer: int, lesson: _Lesson) -> torch.Tensor:
     keys = gate.project(lesson.pages, "key").mean(dim=1)
     directions = _grouped(gate.project(query, "query"), keys.shape[1])
     return torch.einsum("rhgd,whd->rhgw", directions, keys).flatten(1, 2) * gate.sharpness
-
-
-def _loss(gate: Gate, layer: int, lesson: _Lesson) -> torch.Tensor:
-    """Distillation (cross entropy to the teacher's mass over the candidates) plus what a soft
-    top-K of the combined scores would lose."""
-    scores = _scores(gate, layer, lesson)
-    hidden = ~lesson.candidate[:, None]
-    target = lesson.mass.masked_fill(hidden, 0.0)
-    logs = scores.masked_fill(hidden, -torch.inf).log_softmax(dim=-1).masked_fill(hidden, 0.0)
-    distilled = -(target * logs).sum(dim=-1).mean()
-    rows = lesson.budget > 0
-    if not rows.any():
-        return distilled
-    heads = lesson.num_kv_heads
-    share = combine_heads(scores[rows], lesson.scored[rows], heads, "softmax")
-    share = share.clamp_min(1e-9).log().masked_fill(hidden[rows], -torch.inf)
-    kept = soft_top_k(share, lesson.budget[rows, None].expand(-1, heads), SOFTNESS)
-    kept = kept.masked_fill(hidden[rows], 0.0).repeat_interleave(target.shape[1] // heads, dim=1)
-    return distilled + (target[rows] * (1.0 - kept)).sum(dim=-1).mean()
-
-
-@torch.no_grad()
-def _lost(gate: Gate | None, layer: int, lessons: Sequence[_Lesson]) -> float:
-    """Mean share of a head's attention in the pages left out; ``None``: as the teacher chooses."""
-    lost = []
-    for lesson in lessons:
-        rows = lesson.budget > 0
-        if not rows.any():
-            continue
-        heads, true = lesson.num_kv_heads, lesson.mass.clamp_min(1e-12).log()
-        scores = true if gate is None else _scores(gate, layer, lesson)
-        share = combine_heads(scores[rows], lesson.scored[rows], heads, "softmax")
-        share = share.masked_fill(~lesson.candidate[rows, None], -1.0)
-        rank = share.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        out = (rank >= lesson.budget[rows, None, None]) & lesson.candidate[rows, None]
-        mass = _grouped(lesson.mass[rows], heads)
-        lost.append((mass * out[:, :, None]).sum(dim=-1).mean(dim=(1, 2)))
-    return float(torch.cat(lost).mean()) if lost else 0.0
 
 
 # --- files ------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class LayerIndex:
             half widths.
         query_weight, key_weight: ``[R, D]``, the gate's projections in the model's dtype.
         sharpness: what the gate's cosine is multiplied by to be compared in a softmax.
+        share: of a row's sparsity, which this layer leaves out; over the layers 1 on average.
     """
 
     layer: LayerCache
@@ -53,6 +54,7 @@ class LayerIndex:
     query_weight: torch.Tensor | None = None
     key_weight: torch.Tensor | None = None
     sharpness: float = 1.0
+    share: float = 1.0
 
     @property
     def bytes_per_page(self) -> int:
@@ -119,7 +121,8 @@ def _make_index(number: int, layer: LayerCache, dtype: torch.dtype, gate: Gate) 
     vectors = torch.zeros(shape, dtype=_stored(gate.kind, dtype), device=device)
     if isinstance(gate, PageGate):
         weights = gate.weights_of(number).detach().to(device).contiguous()
-        return LayerIndex(layer, vectors, gate.kind, dtype, weights)
+        share = gate.share_of(number)
+        return LayerIndex(layer, vectors, gate.kind, dtype, weights, share=share)
     return LayerIndex(
         layer,
         vectors,

@@ -10,7 +10,7 @@ import torch
 from bicl.cache.layout import PageLayout
 from bicl.sparse.config import WINDOW_TOKENS, HySparseConfig
 
-__all__ = ["ROUNDING", "SelectionRule", "least_skipped", "tiles_to_keep"]
+__all__ = ["ROUNDING", "SelectionRule", "least_skipped", "tiles_by_layer", "tiles_to_keep"]
 
 ROUNDING = 1.0 / 64.0
 """Added before a share is rounded down: 0.65 of 100 is 64.99999 in float32, and means 65."""
@@ -64,6 +64,15 @@ def least_skipped(config: HySparseConfig, layout: PageLayout, device: torch.devi
     if device.type != "cuda":
         return 1
     return max(1, math.ceil(config.min_skipped_mb * 1_000_000 / layout.page_bytes))
+
+
+def tiles_by_layer(
+    num_tiles: torch.Tensor, sparsity: torch.Tensor, rule: SelectionRule, shares: torch.Tensor
+) -> torch.Tensor:
+    """int32 ``[layers, B]``: :func:`tiles_to_keep` where each layer has a share (float32
+    ``[layers]``) of the rows' sparsity."""
+    own = sparsity[None] * shares[:, None]
+    return tiles_to_keep(num_tiles.expand_as(own), own, rule)
 
 
 def tiles_to_keep(

@@ -50,7 +50,8 @@ START_SHARPNESS = 16.0
 
 
 class PageGate(nn.Module):
-    """Weights of each dimension for what the index keeps of a page, shared by a layer's heads.
+    """Weights of each dimension for what the index keeps of a page, shared by a layer's heads, and
+    each layer's ``shares``: what its ratio is of the one that was asked for. Their mean is 1.
 
     Models whose sparse layers would need more than 5,000 weights share them among neighbours.
 
@@ -76,6 +77,11 @@ class PageGate(nn.Module):
             )
         start = torch.tensor(self.START).view(1, -1, 1)
         self.weights = nn.Parameter(start.repeat(groups, 1, head_dim))
+        self.shares: torch.Tensor
+        self.register_buffer("shares", torch.ones(len(self.layers)))
+
+    def share_of(self, layer: int) -> float:
+        return float(self.shares[self.layers.index(layer)])
 
     def weights_of(self, layer: int) -> torch.Tensor:
         """float32 ``[sets, head_dim]``."""

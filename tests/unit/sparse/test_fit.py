@@ -54,6 +54,18 @@ def test_a_fit_loses_less_attention_on_queries_that_it_has_not_seen(kind: str) -
     assert told[-1] == (40, 40)
 
 
+def test_a_layer_whose_attention_is_spread_leaves_out_less() -> None:
+    """The mean stays what was asked for."""
+    flat = recording(0)
+    flat = Recording(flat.query * 0.1, flat.key, flat.position, flat.scale)
+    gate, report = fit({3: [recording(1)], 5: [flat]}, "centroids", RULE, 0.65, steps=1)
+    assert isinstance(gate, PageGate)
+    sharp, spread = (layer.ratio for layer in report.layers)
+    assert sharp > 0.65 > spread
+    assert sharp + spread == pytest.approx(1.3)
+    assert [gate.share_of(3), gate.share_of(5)] == pytest.approx([sharp / 0.65, spread / 0.65])
+
+
 def test_texts_that_leave_nothing_out_are_refused() -> None:
     with pytest.raises(ConfigError, match="too short"):
         fit({3: [recording(0, pages=6)]}, "bounds", SelectionRule(64, 512, 1, 2, 32), 0.65, steps=1)

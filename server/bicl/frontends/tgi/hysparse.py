@@ -21,7 +21,7 @@ from bicl.frontends.tgi.kv_cache import shard_backend
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import Guard, GuardBounds, Signals
 from bicl.sparse.refusals import ModelFacts, check_model
-from bicl.sparse.selection import SelectionRule, least_skipped, tiles_to_keep
+from bicl.sparse.selection import SelectionRule, least_skipped, tiles_by_layer
 from bicl.sparse.shadow import ShadowBackend, make_shadow_backend
 
 __all__ = ["ShardSparsity", "SparseCounters", "shard_sparsity", "watch"]
@@ -71,6 +71,7 @@ class ShardSparsity:
         self._guard = Guard(bounds)
         self._backend: ShadowBackend | None = None
         self._ratios: torch.Tensor | None = None
+        self._shares = torch.ones(1)
         self._steps = 0
         self._least_skipped = 1
         self._dense = False
@@ -112,8 +113,10 @@ class ShardSparsity:
         device = layers[0].device
         if self._ratios is None or self._ratios.device != device:
             self._ratios = torch.full((ROWS,), self._config.sparsity_ratio, device=device)
+        indexes = self._backend.sparse.indexes
+        self._shares = torch.tensor([indexes[number].share for number in self.layers])
         pages = sum(layer.layout.page_bytes for layer in layers)
-        added = sum(each.bytes_per_page for each in self._backend.sparse.indexes.values())
+        added = sum(each.bytes_per_page for each in indexes.values())
         self.index_share = pages / (pages + added)
         self._least_skipped = least_skipped(self._config, layers[self.layers[0]].layout, device)
         self._dense_graphs = {}  # of the pages before
@@ -175,27 +178,28 @@ class ShardSparsity:
         lengths = [a + b for a, b in zip(batch.cache_lengths, batch.input_lengths, strict=True)]
         tiles = torch.tensor([-(-n // self._page_size) for n in lengths], dtype=torch.int32)
         ratio = 0.0 if self.fallback else self._config.sparsity_ratio
-        kept = tiles_to_keep(tiles, torch.full((len(lengths),), ratio), self._rule)
+        kept = tiles_by_layer(tiles, torch.full((len(lengths),), ratio), self._rule, self._shares)
         skips = int((tiles - kept).sum())
-        if skips < self._least_skipped:
+        if skips < self._least_skipped * len(self.layers):
             self.counters.little_steps += skips > 0
             self.counters.tiles_read += int(tiles.sum()) * len(self.layers)
             with self._running_dense(model):
                 return run(model, batch)
-        self.counters.tiles_read += int(kept.sum()) * len(self.layers)
-        self.counters.tiles_skipped += skips * len(self.layers)
+        self.counters.tiles_read += int(kept.sum())
+        self.counters.tiles_skipped += skips
         self._steps += 1
         if (self._steps - 1) % self._bounds.shadow_interval:
             return run(model, batch)
         pages = [list(table) for table in batch.block_tables]
         graphs, model.cuda_graphs = model.cuda_graphs, {}  # a graph cannot be probed
         assert self._backend is not None
-        self._backend.arm({self.layers[len(self.layers) // 2], self.layers[self._turn]})
+        probed = {len(self.layers) // 2, self._turn}
+        self._backend.arm({self.layers[place] for place in probed})
         try:
             result = run(model, batch)
         finally:
             model.cuda_graphs = graphs
-        self._learn(tiles, kept, lengths, pages)
+        self._learn(tiles, kept[sorted(probed)].float().mean(dim=0), lengths, pages)
         return result
 
     def _learn(
@@ -208,7 +212,7 @@ class ShardSparsity:
         self._turn = (self._turn + 1) % len(self.layers)
         stale = self._audit([pages[i][: lengths[i] // self._page_size] for i in rows], turn)
         sparse = [p for p in probes.values() if p.mass_kept is not None]
-        if not sparse:
+        if not sparse or not len(rows):
             return
         here = rows.to(sparse[0].entropy.device)
 

@@ -268,7 +268,7 @@ def choose_tiles(
         scores,
         page_table,
         cache_seqlens,
-        sparsity,
+        sparsity * index.share,
         rule,
         layer.layout.num_kv_heads,
         combine,

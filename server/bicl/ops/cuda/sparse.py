@@ -217,6 +217,8 @@ def choose_tiles(
         deterministic: the choice for a sequence depends on nothing but itself.
         force_cluster: tests and benchmarks.
     """
+    if index.share != 1.0:
+        sparsity = sparsity * index.share
     num_kv_heads = layer.layout.num_kv_heads
     if not (force_cluster or _has_clusters(query.device)):
         scores = score_tiles(query, layer, index, page_table, cache_seqlens, scale)

@@ -19,7 +19,7 @@ from bicl.frontends.http.request import GenerationRequest
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds, Signals
 from bicl.sparse.row import SparseRow
-from bicl.sparse.selection import SelectionRule, tiles_to_keep
+from bicl.sparse.selection import SelectionRule, tiles_by_layer
 from bicl.sparse.shadow import ShadowBackend
 
 __all__ = ["SparseControl", "SparseStep", "SparseTotals"]
@@ -37,7 +37,8 @@ class SparseStep:
     Attributes:
         sparsity: float32 ``[B]``, for the device.
         keep: bool ``[B, pages]``, pages that are always read; ``None``: no row has such.
-        tiles, kept: int ``[B]``, of a KV head in a sparse layer.
+        tiles: int ``[B]``, of a KV head in a sparse layer.
+        kept: int ``[layers, B]``, those read.
         shadow: some layers also run dense.
     """
 
@@ -49,7 +50,8 @@ class SparseStep:
 
     @property
     def skips(self) -> np.ndarray:
-        return self.kept < self.tiles
+        skips: np.ndarray = (self.kept < self.tiles).any(axis=0)
+        return skips
 
 
 class SparseControl:
@@ -91,6 +93,8 @@ class SparseControl:
         self._device = device
         self._least_skipped = least_skipped
         self._rule = SelectionRule.of(config, page_size)
+        indexes = backend.sparse.indexes
+        self._shares = torch.tensor([indexes[layer].share for layer in layers])
         self._groups = _layer_groups(layers, depth)
         self._random = random.Random(0)
         self._turn = 0
@@ -117,9 +121,10 @@ class SparseControl:
         sparsity = np.array([row.ratio if row else 0.0 for row in rows], dtype=np.float32)
         lengths = np.array([chunk.start + chunk.count for chunk in chunks], dtype=np.int32)
         tiles = -(-lengths // self._page_size)
-        kept = tiles_to_keep(torch.from_numpy(tiles), torch.from_numpy(sparsity), self._rule)
+        rows_of = (torch.from_numpy(tiles), torch.from_numpy(sparsity))
+        kept = tiles_by_layer(*rows_of, self._rule, self._shares)
         step = SparseStep(sparsity, tiles, kept.numpy(), shadow=False)
-        pays = int((step.tiles - step.kept).sum()) >= self._least_skipped
+        pays = int((step.tiles - step.kept).sum()) >= self._least_skipped * len(self._layers)
         for row, skips in zip(rows, step.skips, strict=True):
             if row:
                 path = row.path
@@ -146,7 +151,7 @@ class SparseControl:
         keep = np.zeros((len(chunks), int(step.tiles.max())), dtype=bool)
         for place, row in enumerate(rows):
             if row and row.boundaries and step.skips[place]:
-                free = (int(step.kept[place]) - self._rule.first - self._rule.recent) // 2
+                free = (int(step.kept[:, place].min()) - self._rule.first - self._rule.recent) // 2
                 pages = dict.fromkeys(token // self._page_size for token in row.boundaries)
                 keep[place, [*pages][: max(0, free)]] = True
         return keep
@@ -165,7 +170,7 @@ class SparseControl:
             row = chunk.sequence.sparse
             if row is None or not step.skips[index]:
                 continue
-            read = int(step.kept[index]) * len(self._layers)
+            read = int(step.kept[:, index].sum())
             total = int(step.tiles[index]) * len(self._layers)
             row.count(chunk.start, read, total)
             self._totals.tiles_read += read
@@ -194,12 +199,14 @@ class SparseControl:
         sparse = [probes[layer] for layer in dict.fromkeys((self._groups["sparse"], turn))]
         mass = torch.stack([_given(probe.mass_kept) for probe in sparse]).mean(dim=0).tolist()
         read = torch.stack([_given(probe.tiles_read) for probe in sparse]).amax(dim=0).tolist()
+        places = [self._layers.index(layer) for layer in (self._groups["sparse"], turn)]
+        expected = step.kept[places].max(axis=0)
         entropy = {name: probes[layer].entropy.tolist() for name, layer in self._groups.items()}
         signals = {}
         for index in np.flatnonzero(step.skips).tolist():
             tiles = int(step.tiles[index])
             signals[index] = Signals(
-                expected=1.0 - int(step.kept[index]) / tiles,
+                expected=1.0 - int(expected[index]) / tiles,
                 actual=1.0 - read[index] / tiles,
                 mass_kept=mass[index],
                 entropy=entropy["sparse"][index],
