@@ -219,6 +219,7 @@ def choose_tiles(
     """
     if index.share != 1.0:
         sparsity = sparsity * index.share
+        after_store = False  # the kernel ahead is this product, whose result is read at once
     num_kv_heads = layer.layout.num_kv_heads
     if not (force_cluster or _has_clusters(query.device)):
         scores = score_tiles(query, layer, index, page_table, cache_seqlens, scale)
