@@ -21,7 +21,7 @@ from bicl.sparse.variants import DecodeRows
 
 __all__ = ["Context", "Episode", "KeepRows", "Observer", "decode_logits", "read_context"]
 
-ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
+ROWS_AT_ONCE = {"cpu": 512, "cuda": 2048}
 """Rows whose scores are in memory together: 512 x 9 heads x 8,192 keys are 150 MB."""
 
 KeepRows = Callable[[int, DecodeRows, slice], torch.Tensor]

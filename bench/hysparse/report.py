@@ -17,7 +17,43 @@ from typing import Any
 
 from bench.record import save
 
-__all__ = ["main", "print_table", "summarise"]
+__all__ = ["DENSE_ENOUGH", "main", "merge", "print_table", "summarise"]
+
+DENSE_ENOUGH = 0.5
+"""Tasks that the dense model solves less often than this say nothing about a cache."""
+
+
+def merge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of several runs, or processes: one for each configuration of each measurement."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(row.get(key) for key in _KEYS)].append(row)
+    return [_merged(own) for own in groups.values()]
+
+
+_KEYS = ("measure", "kind", "task", "aware", "tokens", "name", "ratio")
+
+
+def _merged(own: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    row = dict(own[0])
+    if row["measure"] == "perplexity":
+        texts = sum(each["texts"] for each in own)
+        logs = sum(each["texts"] * math.log(each["perplexity"]) for each in own)
+        differences = [d for each in own for d in each["differences"]]
+        return row | {
+            "texts": texts,
+            "perplexity": math.exp(logs / texts),
+            "differences": differences,
+        }
+    asked = sum(each["questions"] for each in own)
+    dense = sum(each["dense_right"] for each in own)
+    return row | {
+        "kept": sum(each["kept"] * each["questions"] for each in own) / asked,
+        "questions": asked,
+        "right": sum(each["right"] for each in own),
+        "dense_right": dense,
+        "told_apart": dense >= DENSE_ENOUGH * asked,
+    }
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -91,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
     reports = [json.loads(path.read_text()) for path in options.files]
-    rows = [row for own in reports for row in own["rows"] if row["measure"] != "summary"]
+    rows = merge([row for own in reports for row in own["rows"] if row["measure"] != "summary"])
     summary = summarise(rows)
     print_table(summary, sorted({row["ratio"] for row in summary if row["ratio"]}))
     if options.output:
