@@ -276,6 +276,8 @@ class Task:
 
     def rows(self) -> list[dict[str, Any]]:
         """One a configuration."""
+        if not self._asked:
+            return []
         dense = self._right["dense", 0.0]
         return [
             {
