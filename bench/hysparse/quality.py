@@ -344,7 +344,8 @@ def run(arena: Arena, options: argparse.Namespace, deadline: float) -> list[dict
             for length in lengths
             for name in TASKS
         ]
-    turns = [(number, each) for number in range(options.rounds) for each in work]
+    rounds = range(options.first_round, options.first_round + options.rounds)
+    turns = [(number, each) for number in rounds for each in work]
     for number, each in tqdm(turns[options.process :: options.processes], disable=options.quiet):
         if time.perf_counter() > deadline:
             break
@@ -418,6 +419,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     served = HySparseConfig.variant + SERVED
     parser.add_argument("--variants", nargs="+", default=[*VARIANTS, served])
     parser.add_argument("--rounds", type=int, default=6, help="texts of each kind, samples a task")
+    parser.add_argument("--first-round", type=int, default=0, help="to go on with another run's")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no work after these")
     parser.add_argument("--prefixes", type=int, nargs="+", default=PREFIXES, help="of perplexity")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of task contexts")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -176,7 +176,8 @@ def fit(
     task.train(gate, lessons, steps, progress)
     ratios = dict.fromkeys(lessons, sparsity)
     if isinstance(gate, PageGate):
-        ratios = task.share_out(gate, lessons)
+        # Where the floor decides, a ratio changes nothing: it is shared out as if there was none.
+        ratios = _Task(replace(rule, floor=0), sparsity).share_out(gate, lessons)
         gate.shares.copy_(torch.tensor([ratios[layer] / sparsity for layer in gate.layers]))
     layers = tuple(
         LayerReport(
