@@ -196,6 +196,12 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     loaded = load(options)
     rows: list[dict[str, Any]] = []
+    facts = {
+        "model": Path(loaded.model_id).name,
+        "dtype": options.dtype,
+        "page_size": PAGE_SIZE,
+        "threads": options.threads,
+    }
     for path in options.traces:
         whole = read(path)
         sample = thin(whole, options.requests / len(whole))  # whole conversations, all the hour
@@ -204,13 +210,7 @@ def main() -> int:
         for row in found:
             print(_line(path.stem, row), flush=True)
         rows += [{"trace": path.stem, **row} for row in found]
-    facts = {
-        "model": Path(loaded.model_id).name,
-        "dtype": options.dtype,
-        "page_size": PAGE_SIZE,
-        "threads": options.threads,
-    }
-    save(options.out, machine(**facts), rows)
+        save(options.out, machine(**facts), rows)
     return 0
 
 
