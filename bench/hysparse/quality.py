@@ -101,7 +101,8 @@ class Arena:
 
     def _shares(self, name: str) -> dict[int, float]:
         """Of a ratio, which each layer leaves out: all as much, without a fit."""
-        gate = self._fitted.get(_variant_of(name)) if name.endswith(FITTED) else None
+        kind = next(k for k in INDEX_KINDS if name.startswith(k)) if FITTED in name else None
+        gate = self._fitted.get(kind)
         if not isinstance(gate, PageGate):
             return dict.fromkeys(self.layers, 1.0)
         return {layer: gate.share_of(layer) for layer in self.layers}
@@ -381,8 +382,8 @@ def measure(options: argparse.Namespace) -> Outcome:
     model = load_model(options.model, options.device)
     config = HySparseConfig(floor_tokens=0)
     fitted = [load_gate(path) for path in options.gate]
-    more = [gate.kind + suffix for gate in fitted for suffix in (FITTED, SERVED + FITTED)]
-    variants = options.variants + more
+    fits = [name + FITTED for name in options.fitted] if fitted else []
+    variants = options.variants + fits
     arena = Arena(model, config, options.ratios, variants, presses, fitted)
     rows = run(arena, options, deadline)
     facts = {
@@ -418,6 +419,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     served = HySparseConfig.variant + SERVED
     parser.add_argument("--variants", nargs="+", default=[*VARIANTS, served])
+    own = HySparseConfig.variant
+    parser.add_argument("--fitted", nargs="+", default=[own, own + SERVED], help="with --gate")
     parser.add_argument("--rounds", type=int, default=6, help="texts of each kind, samples a task")
     parser.add_argument("--first-round", type=int, default=0, help="to go on with another run's")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no work after these")

@@ -74,7 +74,9 @@ def tune(
     layers: Annotated[str, typer.Option(help="Ranges of layers to try.")] = "10-28;8-23",
     modes: Annotated[str, typer.Option(help="Modes to try.")] = "select",
     max_k: Annotated[str, typer.Option(help="Largest numbers of windows to try.")] = "512",
-    floor_tokens: Annotated[int, typer.Option(help="As --hysparse-floor-tokens.")] = 1024,
+    floor_tokens: Annotated[
+        int, typer.Option(help="As --hysparse-floor-tokens.")
+    ] = HySparseConfig.floor_tokens,
     variant: Annotated[
         str, typer.Option(metavar="|".join(VARIANTS), help="What the index holds.")
     ] = "centroids",

@@ -72,7 +72,7 @@ class HySparseConfig:
     layers: str = "10-28"
     max_k: int = 512
     mode: str = "select"
-    floor_tokens: int = 1024
+    floor_tokens: int = 1536
     min_skipped_mb: int = 32
     first: int = 1
     recent: int = 2

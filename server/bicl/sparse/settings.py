@@ -62,7 +62,7 @@ class HySparseSettings:
     )
     hysparse_floor_tokens: int | None = setting(
         None,
-        "Length up to which a sequence is dense, bit for bit. Default: 1024.",
+        "Length up to which a sequence is dense, bit for bit. Default: 1536.",
         env="BICL_HYSPARSE_FLOOR_TOKENS",
     )
     hysparse_min_skipped_mb: int | None = setting(

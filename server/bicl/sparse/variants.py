@@ -14,9 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from bicl.ops.cpu.sparse import centroid_rows, combine_heads, select_tiles
+from bicl.ops.cpu.sparse import (
+    centroid_rows,
+    cluster_means,
+    combine_heads,
+    select_tiles,
+)
 from bicl.sparse.selection import SelectionRule
-from bicl.sparse.sgm import CENTROID_TOKENS, PAGE_GATES, BoundGate, CentroidGate, SpatialGate
+from bicl.sparse.sgm import PAGE_GATES, BoundGate, CentroidGate, SpatialGate
 
 __all__ = ["VARIANTS", "Choice", "DecodeRows", "kept_keys"]
 
@@ -83,12 +88,27 @@ def _centroids(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     return _by_tiles(rows, choice, scores, choice.combine)
 
 
-def _centroids_fine(rows: DecodeRows, choice: Choice) -> torch.Tensor:
-    """Twice as many, and so twice the index."""
-    pages = _by_page(rows.key, choice.rule.page_size)
-    described = centroid_rows(pages, 2 * pages.shape[2] // CENTROID_TOKENS)
-    scores = _page_scores(rows, choice, "centroids", described)
-    return _by_tiles(rows, choice, scores, choice.combine)
+def _centroids_of(
+    tokens: int, describe: Callable[[torch.Tensor, int], torch.Tensor]
+) -> Callable[[DecodeRows, Choice], torch.Tensor]:
+    """A centroid for so many of a page's tokens, held in some way."""
+
+    def kept(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+        pages = _by_page(rows.key, choice.rule.page_size)
+        described = describe(pages, pages.shape[2] // tokens)
+        scores = _page_scores(rows, choice, "centroids", described)
+        return _by_tiles(rows, choice, scores, choice.combine)
+
+    return kept
+
+
+def _rows_of_four_bits(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Centroids in 16 equal steps between the least and the greatest of their elements."""
+    rows = cluster_means(keys, count)
+    means, sizes = rows[..., :-1], rows[..., -1:]
+    least = means.amin(dim=-1, keepdim=True).half().float()
+    step = ((means.amax(dim=-1, keepdim=True) - least) / 15).clamp_min(2**-14).half().float()
+    return torch.cat((least + step * ((means - least) / step).round().clamp(0, 15), sizes), dim=-1)
 
 
 def _bounds(rows: DecodeRows, choice: Choice) -> torch.Tensor:
@@ -168,7 +188,9 @@ def _oracle_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "centroids": _centroids,
-    "centroids-fine": _centroids_fine,
+    "centroids-4": _centroids_of(16, centroid_rows),
+    "centroids-8": _centroids_of(8, centroid_rows),
+    "centroids-8-int4": _centroids_of(8, _rows_of_four_bits),
     "bounds": _bounds,
     "bounds-16": _bounds_16,
     "gate": _gate,

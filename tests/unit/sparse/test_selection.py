@@ -58,7 +58,7 @@ def test_choosing_must_save_some_megabytes_on_a_gpu() -> None:
 
 def test_windows_of_64_tokens_are_two_pages_of_32() -> None:
     small = SelectionRule.of(HySparseConfig(), 32)
-    assert (small.max_k, small.first, small.recent, small.floor) == (1024, 2, 4, 32)
+    assert (small.max_k, small.first, small.recent, small.floor) == (1024, 2, 4, 48)
 
 
 def slow_selection(

@@ -25,6 +25,7 @@ __all__ = [
     "centroid_scores",
     "check_index",
     "choose_tiles",
+    "cluster_means",
     "combine_heads",
     "index_pages",
     "score_tiles",
@@ -111,6 +112,14 @@ def bound_scores(
 
 
 def centroid_rows(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """:func:`cluster_means`, the means rounded to e4m3 (448 at most), in which an index holds
+    them."""
+    rows = cluster_means(keys, count)
+    means = rows[..., :-1].clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+    return torch.cat((means, rows[..., -1:]), dim=-1)
+
+
+def cluster_means(keys: torch.Tensor, count: int) -> torch.Tensor:
     """Pages of keys as ``count`` clusters each: their means, and the logarithms of their sizes.
 
     Clusters grow around keys that lie far apart (farthest first: the key farthest from the page's
@@ -123,8 +132,7 @@ def centroid_rows(keys: torch.Tensor, count: int) -> torch.Tensor:
         keys: float32 ``[n, H, page_size, D]``, full pages.
 
     Returns:
-        float32 ``[n, H, count, D + 1]``, the means rounded to e4m3 (448 at most), in which an
-        index holds them; identical keys leave clusters empty, whose size counts as
+        float32 ``[n, H, count, D + 1]``; identical keys leave clusters empty, whose size counts as
         ``exp(EMPTY)``.
     """
     points = keys.double()
@@ -145,8 +153,7 @@ def centroid_rows(keys: torch.Tensor, count: int) -> torch.Tensor:
         size = belongs.sum(dim=-1, keepdim=True)
         mean = (points * belongs[..., None]).sum(dim=2) / size.clamp_min(1.0)
         log_size = torch.where(size > 0, size.clamp_min(1.0).log(), EMPTY)
-        centre = torch.where(size > 0, mean, seed).float().clamp(-E4M3_MAX, E4M3_MAX)
-        rows.append(torch.cat((centre.to(torch.float8_e4m3fn).double(), log_size), dim=-1))
+        rows.append(torch.cat((torch.where(size > 0, mean, seed), log_size), dim=-1))
     return torch.stack(rows, dim=2).float()
 
 
