@@ -7,6 +7,12 @@ from bicl.attention.cuda import CudaBackend
 from bicl.ops.cuda import library
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """The CPU only makes inputs; threads of many test processes would wait for each other."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _exact_truth() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -26,14 +26,18 @@ PREFILL = "test_prefill_attention.py::test_fp8_and_wide_heads_on_the_path_of_thi
 SPARSE = "test_sparse_decode.py::test_the_sparse_backend_indexes_what_it_stores_and_selects"
 # kernels, as their symbols spell them: tests that cannot pass without them
 CASES = {
-    ("store_kv_kernel", "gather_kernel"): [
-        "test_store_kv.py::test_a_row_can_be_rewritten_without_touching_its_neighbours"
+    (
+        "store_kv_kernel",
+        "gather_kernel",
+        "copy_pages_kernel",
+        "compact_tokens_kernel",
+        "stage_step_kernel",
+    ): [
+        "test_store_kv.py::test_a_row_can_be_rewritten_without_touching_its_neighbours",
+        "test_pages.py::test_pages_are_copied_in_every_layer",
+        "test_compact_tokens.py::test_compacted_tokens_lie_side_by_side[page_and_tile0-bf16]",
+        "test_stage_step.py::test_rows_are_copied_and_the_rest_is_empty",
     ],
-    ("copy_pages_kernel",): ["test_pages.py::test_pages_are_copied_in_every_layer"],
-    ("compact_tokens_kernel",): [
-        "test_compact_tokens.py::test_compacted_tokens_lie_side_by_side[page_and_tile0-bf16]"
-    ],
-    ("stage_step_kernel",): ["test_stage_step.py::test_rows_are_copied_and_the_rest_is_empty"],
     ("decode_kernel",): [
         "test_decode_attention.py::test_empty_sequences_give_zeros",
         f"{DECODE}[5-False-True]",

@@ -136,7 +136,7 @@ def build_step(
     starts = [0, *accumulate(queries for queries, _ in lengths)]
     heads = layout.num_kv_heads * group
     query = torch.randn((starts[-1], heads, layout.head_dim), generator=generator).to(dtype)
-    pool = KVPool([layout], num_pages, "cpu", fill=fill)
+    pool = KVPool([layout], num_pages, "cpu" if filled else device, fill=fill)
     layer = LayerCache(pool.layers[0].pages, layout, k_scale, v_scale)
     if filled:
         reference.store(layer, key, value, torch.tensor(slots, dtype=torch.int64))
