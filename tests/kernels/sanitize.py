@@ -14,7 +14,6 @@ import datetime
 import itertools
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -235,13 +234,13 @@ def examine(tool: str, group: str, kernels: Path, limit: float) -> Verdict:
     return Verdict(tool, group, int(found[1]) if found else None, seconds, report)
 
 
-def heading(commit: str) -> str:
+def heading(tools: str, commit: str) -> str:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True)
     return (
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit}, {now}\n"
         f"{version.stdout.strip().splitlines()[-1]}\n"
-        f"$ {shlex.join(['python', *sys.argv])}\n"
+        f"$ python tests/kernels/sanitize.py --tools {tools}\n"
     )
 
 
@@ -267,7 +266,7 @@ def main() -> int:
     check = partial(examine, kernels=options.library, limit=options.limit)
     with ThreadPoolExecutor(options.jobs) as pool:
         verdicts = list(pool.map(lambda pair: check(*pair), pairs))
-    lines = [heading(options.commit)]
+    lines = [heading(options.tools, options.commit)]
     for verdict in verdicts:
         if options.reports:
             name = re.sub(r"\W+", "-", f"{verdict.tool} {verdict.group}")
