@@ -49,7 +49,13 @@ _IMPLS = (
     "fa3-p64",
     "sdpa-cudnn",
 )
-CASES = tuple(f"{impl} {shape} {heads}" for heads in _HEADS for shape in _SHAPES for impl in _IMPLS)
+
+
+def _cases(heads: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{impl} {shape} {h}" for h in heads for shape in _SHAPES for impl in _IMPLS)
+
+
+CASES = _cases([str(heads) for heads in _HEADS])
 
 
 def parse_rows(text: str) -> list[dict[str, str]]:
@@ -97,7 +103,7 @@ def summarise_case(case: str, rows: Iterable[Mapping[str, str]]) -> dict[str, An
     }
 
 
-def _profile(log: Path) -> list[dict[str, str]]:
+def _profile(log: Path, heads: Sequence[str]) -> list[dict[str, str]]:
     """Run this module's ``--child`` under ncu and return its rows."""
     ncu = shutil.which("ncu")
     if ncu is None:
@@ -108,13 +114,13 @@ def _profile(log: Path) -> list[dict[str, str]]:
         *("--nvtx", "--print-units", "base", "--csv", "--page", "raw"),
         *("--metrics", ",".join(METRICS.values())),
         *("--log-file", str(log)),
-        *(sys.executable, "-m", "bench.kernels.counters", "--child"),
+        *(sys.executable, "-m", "bench.kernels.counters", "--child", "--heads", *heads),
     ]
     subprocess.run(command, check=True)
     return parse_rows(log.read_text())
 
 
-def _child() -> None:
+def _child(wanted: Sequence[str]) -> None:
     """Call every case once between cudaProfilerStart and Stop, in an NVTX range of its name."""
     import torch
 
@@ -124,7 +130,7 @@ def _child() -> None:
     contestants = {contestant.name: contestant for contestant in load().decode}
     arena = Arena(6 << 30)
     runtime = torch.cuda.cudart()
-    for heads in _HEADS:
+    for heads in (each for each in _HEADS if str(each) in wanted):
         for shape in _SHAPES:
             lengths = DECODE_SHAPES[shape]
             batch = PagedBatch(arena, heads, lengths, (1,) * len(lengths), rotations=1)
@@ -150,15 +156,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("bench/results/counters-h200.json"))
     parser.add_argument("--commit", help="of the sources, where there is no repository to ask")
+    parser.add_argument(
+        "--heads", nargs="+", default=[str(heads) for heads in _HEADS], help="default: all"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
-        _child()
+        _child(options.heads)
         return 0
     from bench.kernels import machine
 
-    rows = _profile(options.out.with_suffix(".csv"))
-    found = {case: summarise_case(case, rows) for case in CASES}
+    rows = _profile(options.out.with_suffix(".csv"), options.heads)
+    found = {case: summarise_case(case, rows) for case in _cases(options.heads)}
     document = {
         "meta": machine.describe({}, options.commit)
         | {"metrics": METRICS, "caches": "flushed before each kernel"},
