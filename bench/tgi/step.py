@@ -20,6 +20,9 @@ import os
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.record import machine, save
-from bicl.frontends.tgi.selftest.router import Router, request_of
+from bicl.frontends.tgi.selftest.router import Router, Sequence, request_of
 from bicl.frontends.tgi.selftest.shard import ShardFailed, Shards
 
 ROOT = Path(__file__).parents[2]
@@ -39,12 +42,12 @@ SHAPES = (
     (128, 1024), (128, 4096),  # 128 x 16384 would need 275 GB of pages
 )  # fmt: skip
 GRAPHS = "1,2,4,8,16,32,128"
-STEPS = 30
+STEPS = 20
 TIMED_STEPS = STEPS + 5
-TIMELINE_STEPS = 8
+TIMELINE_STEPS = 6
 PREFILL_TOKENS = 4096
 TOTAL_TOKENS = 16640
-FREE_BYTES = 90 * 10**9
+TOKENS_TOGETHER = 142_000  # of every shard while all take turns on one card
 NUM_WORDS = 20000
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -115,28 +118,6 @@ def warm_up(shards: Shards, texts: Any, prefill: int, total: int) -> Router:
     return Router(shards, texts, num_tokens, shards.info().block_size)
 
 
-def time_shape(router: Router, batch: int, context: int, timeline: Path) -> dict[str, float]:
-    """Microseconds of a decode step, medians: the shard's own time (``us``); and, of some steps
-    after the timed ones, on the host before the graph, on the GPU in it, and after it."""
-    sequences = []
-    for i in range(batch):
-        ids = router.model.prompt(context, f"{batch}/{i}")
-        sequences.append(router.sequence(ids, TIMED_STEPS + TIMELINE_STEPS + 2))
-    timeline.unlink(missing_ok=True)
-    router.prefill(*sequences, cached=context - 1)
-    router.decode(TIMED_STEPS)
-    result = {"us": statistics.median(router.step_microseconds[-STEPS:])}
-    router.decode(TIMELINE_STEPS)
-    router.abandon()
-    for sequence in sequences:
-        router.release(sequence)
-    if timeline.exists():  # a step that no graph holds has no line
-        lines = [json.loads(line) for line in timeline.read_text().splitlines()]
-        for part in ("before", "graph", "after"):
-            result[f"{part}_us"] = statistics.median(line[part] for line in lines)
-    return {name: round(value, 1) for name, value in result.items()}
-
-
 OURS = {"BICL_VERIFY_PREFIXES": "0"}
 STOCK = {"BICL_DISABLE": "1", "ATTENTION": "flashinfer"}
 IMPLS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
@@ -148,39 +129,118 @@ IMPLS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 """What differs between the shards. ``flashinfer-p1`` is TGI's default with today's FlashInfer."""
 
 
-def time_steps(
-    folder: Path, name: str, shapes: list[tuple[int, int]], profile: Path | None
-) -> list[dict[str, Any]]:
-    environment, flags = IMPLS[name]
-    environment = gpu_environment(
-        TEST_FREE_MEMORY=str(FREE_BYTES),
-        BENCH_SEEDED_WEIGHTS="1",
-        BENCH_FILL_PAGES="1",
-        BENCH_PROFILE=str(folder / "profile"),
-        BENCH_TIMELINE=str(folder / "timeline"),
-        BENCH_TIMED_STEPS=str(TIMED_STEPS),
-        **environment,
-    )
-    timeline = folder / "timeline"
-    rows = []
-    with Shards(folder, environment, "--dtype", "bfloat16", *flags) as shards:
-        router = warm_up(shards, Words(), PREFILL_TOKENS, TOTAL_TOKENS)
-        for batch, context in shapes:
-            shape = f"{batch}x{context}"
-            try:
-                times = time_shape(router, batch, context, timeline)
-            except ShardFailed as error:
-                print(f"{name:<18}{shape:<10}failed: {str(error)[-600:]}", flush=True)
-                break
-            row: dict[str, Any] = {"op": "step", "heads": "32/8", "shape": shape, "impl": name}
-            rows.append(row | times)
-            print(f"{name:<18}{shape:<10}{times}", flush=True)
-        for batch, context in shapes if profile else ():
-            # Last: a profiled process is slower from then on.
-            (Path(environment["BENCH_PROFILE"])).write_text(
-                str(profile / f"{name}-{batch}x{context}")
-            )
-            time_shape(router, batch, context, timeline)
+BYTES = {"bicl-fp8": 65536}  # of a token in all layers, K and V
+BYTES_BF16 = 131072
+
+
+class Contestant:
+    """One shard. Its process starts at once and is used by one thread at a time."""
+
+    def __init__(self, name: str, model: Path, folder: Path) -> None:
+        self.name, self.bytes = name, BYTES.get(name, BYTES_BF16)
+        self._memory, self._profile, self._timeline = (
+            folder / f"{name}.{what}" for what in ("memory", "profile", "timeline")
+        )
+        environment, flags = IMPLS[name]
+        environment = gpu_environment(
+            BENCH_FREE_MEMORY=str(self._memory),
+            BENCH_SEEDED_WEIGHTS="1",
+            BENCH_FILL_PAGES="1",
+            BENCH_PROFILE=str(self._profile),
+            BENCH_TIMELINE=str(self._timeline),
+            BENCH_TIMED_STEPS=str(TIMED_STEPS),
+            **environment,
+        )
+        self.shards = Shards(model, environment, "--dtype", "bfloat16", *flags)
+        self._router: Router | None = None
+        self._sequences: list[Sequence] = []
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Make pages for so many tokens, in place of those before; 0: keep none."""
+        self.shards.__enter__()
+        kept = max(num_tokens - TOTAL_TOKENS, 0)  # TGI adds the warm-up's own
+        self._memory.write_text(str(kept * self.bytes))
+        self._router = warm_up(self.shards, Words(), PREFILL_TOKENS, TOTAL_TOKENS)
+
+    def begin(self, prompts: list[list[int]]) -> None:
+        """Claim that all but the last token of each prompt is cached, and compute that."""
+        assert self._router is not None
+        self._timeline.unlink(missing_ok=True)
+        steps = TIMED_STEPS + TIMELINE_STEPS + 2
+        self._sequences = [self._router.sequence(ids, steps) for ids in prompts]
+        self._router.prefill(*self._sequences, cached=len(prompts[0]) - 1)
+
+    def time(self) -> dict[str, float]:
+        """Microseconds of a decode step, medians: the shard's own time (``us``); and, of some
+        steps after the timed ones, on the host before the graph, on the GPU in it, and after."""
+        assert self._router is not None
+        self._router.decode(TIMED_STEPS)
+        result = {"us": statistics.median(self._router.step_microseconds[-STEPS:])}
+        self._router.decode(TIMELINE_STEPS)
+        if self._timeline.exists():  # a step that no graph holds has no line
+            lines = [json.loads(line) for line in self._timeline.read_text().splitlines()]
+            for part in ("before", "graph", "after"):
+                result[f"{part}_us"] = statistics.median(line[part] for line in lines)
+        return {name: round(value, 1) for name, value in result.items()}
+
+    def end(self) -> None:
+        assert self._router is not None
+        self._router.abandon()
+        for sequence in self._sequences:
+            self._router.release(sequence)
+        self._sequences = []
+
+    def profile(self, prompts: list[list[int]], out: Path) -> None:
+        """Write the kernels of one step; the process is slower from then on."""
+        self._profile.write_text(str(out))
+        self.begin(prompts)
+        self.time()
+        self.end()
+
+
+def prompts_of(batch: int, context: int) -> list[list[int]]:
+    return [Words().prompt(context, f"{batch}/{i}") for i in range(batch)]
+
+
+def tokens_of(batch: int, context: int) -> int:
+    """That the pages of a shape hold, page 0 included."""
+    pages = -(-(context + TIMED_STEPS + TIMELINE_STEPS + 2) // 64)
+    return (batch * pages + 1) * 64
+
+
+def each(action: Callable[[Contestant], Any], contestants: list[Contestant]) -> None:
+    """All at once, untimed. One that fails is told of, stopped and dropped."""
+
+    def tried(contestant: Contestant) -> bool:
+        try:
+            action(contestant)
+        except (ShardFailed, OSError) as error:
+            print(f"{contestant.name} failed: {str(error)[-600:]}", flush=True)
+            contestant.shards.stop()
+            return False
+        return True
+
+    with ThreadPoolExecutor(max(len(contestants), 1)) as pool:
+        fine = list(pool.map(tried, contestants))
+    contestants[:] = [c for c, ok in zip(contestants, fine, strict=True) if ok]
+
+
+def race(contestants: list[Contestant], batch: int, context: int) -> list[dict[str, Any]]:
+    """A shape's rows: prefills side by side, then each contestant's steps alone."""
+    prompts, rows = prompts_of(batch, context), []
+    each(lambda c: c.begin(prompts), contestants)
+
+    def time_it(contestant: Contestant) -> None:
+        row = {"op": "step", "heads": "32/8", "shape": f"{batch}x{context}"}
+        rows.append(row | {"impl": contestant.name} | contestant.time())
+        print(*rows[-1].values(), flush=True)
+
+    for contestant in list(contestants):
+        alone = [contestant]
+        each(time_it, alone)
+        if not alone:
+            contestants.remove(contestant)
+    each(Contestant.end, contestants)
     return rows
 
 
@@ -200,17 +260,49 @@ def main() -> int:
     parser.add_argument("--profile", type=Path, help="write each shape's kernels into this folder")
     parser.add_argument("--impls", default=",".join(IMPLS), help="default: all")
     parser.add_argument("--shapes", default=",".join(f"{b}x{c}" for b, c in SHAPES))
+    parser.add_argument("--seconds", type=float, default=3600, help="begin nothing after this")
     options = parser.parse_args()
+    began = time.monotonic()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    small = [shape for shape in shapes if tokens_of(*shape) <= TOKENS_TOGETHER]
+    large = [shape for shape in shapes if shape not in small]
+    what = f"the shard's own time of a decode step, median of {STEPS}; graphs {GRAPHS}"
     rows: list[dict[str, Any]] = []
+
+    def run(contestants: list[Contestant], batch: int, context: int) -> None:
+        if time.monotonic() - began > options.seconds:
+            print(f"{batch}x{context} left out: no time", flush=True)
+            return
+        rows.extend(race(contestants, batch, context))
+        if options.out:
+            save(options.out, describe(what), rows)
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_model(folder / "8b")
-        for name in options.impls.split(","):
-            rows += time_steps(folder / "8b", name, shapes, options.profile)
-            if options.out:
-                what = f"the shard's own time of a decode step, median of {STEPS}; graphs {GRAPHS}"
-                save(options.out, describe(what), rows)
+        names = options.impls.split(",")
+        contestants = [Contestant(name, folder / "8b", folder) for name in names]
+        started = list(contestants)
+        try:
+            each(lambda c: c.warm_up(TOKENS_TOGETHER if small else 0), contestants)
+            print(f"started after {time.monotonic() - began:.1f} s", flush=True)
+            for batch, context in small:
+                run(contestants, batch, context)
+            for batch, context in small if options.profile else ():
+                for c in contestants:
+                    name = f"{c.name}-{batch}x{context}"
+                    c.profile(prompts_of(batch, context), options.profile / name)
+            if large:  # one after another, the smallest pages first: weights leave with their shard
+                each(lambda c: c.warm_up(0), contestants)
+                for contestant in sorted(contestants, key=lambda c: c.bytes):
+                    alone = [contestant]
+                    each(lambda c: c.warm_up(max(tokens_of(*s) for s in large)), alone)
+                    for batch, context in large:
+                        run(alone, batch, context)
+                    contestant.shards.stop()
+        finally:
+            for contestant in started:
+                contestant.shards.stop()
     return 0
 
 
