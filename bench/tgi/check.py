@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
-        for found in pool.map(check, options.scenarios or one):
-            rows += found
+        for done in as_completed([pool.submit(check, name) for name in options.scenarios or one]):
+            rows += done.result()
             if options.out:
                 what = "cases of the self-test in the real shard, bf16, graphs"
                 save(options.out, describe(what), rows)
