@@ -2,15 +2,15 @@
 // distributed shared memory (cluster).
 #pragma once
 
-#include "cta.cuh"
+#include "queries.cuh"
 #include "result.cuh"
 
 namespace bicl::decode {
 
 template <typename T>
-class Combiner : protected Cta<T> {
+class Combiner : protected Queries<T> {
  protected:
-  using Base = Cta<T>;
+  using Base = Queries<T>;
   using Base::k_;
   using Base::lane_;
   using Base::p_;

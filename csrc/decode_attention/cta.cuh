@@ -12,13 +12,10 @@ enum NamedBarrier { kReady = 1, kConsumersOnly = 2 };
 template <typename T>
 class Cta {
  protected:
-  using Plan = SharedPlan<T>;
+  using Shared = SharedPlan<T>;
 
   __device__ explicit Cta(const KernelParams& kp)
       : k_(kp), p_(kp.p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
-
-  // Blocks of a sequence are counted in multiples of this.
-  __device__ __forceinline__ int multiple() const { return p_.deterministic ? T::kGroups : 1; }
 
   __device__ __forceinline__ Heads heads_of(int head) const {
     uint32_t block;
@@ -45,26 +42,26 @@ class Cta {
   __device__ __forceinline__ float* merge_rows() const { return reinterpret_cast<float*>(shared()); }
   // Slots to combine; the merge buffer is free then.
   __device__ __forceinline__ int* list() const { return reinterpret_cast<int*>(shared()); }
-  __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(shared() + Plan::kStats); }
+  __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(shared() + Shared::kStats); }
   // What is kept from unit to unit, or what the peers of a cluster pushed.
-  __device__ __forceinline__ float4* result() const { return reinterpret_cast<float4*>(shared() + Plan::kResult); }
+  __device__ __forceinline__ float4* result() const { return reinterpret_cast<float4*>(shared() + Shared::kResult); }
   __device__ __forceinline__ float2* result_stats() const {
-    return reinterpret_cast<float2*>(shared() + Plan::kResultStats);
+    return reinterpret_cast<float2*>(shared() + Shared::kResultStats);
   }
   __device__ __forceinline__ static char* query_slot(int slot) {
-    return shared() + Plan::kQuery - slot * T::kQueryBytes;
+    return shared() + Shared::kQuery - slot * T::kQueryBytes;
   }
   __device__ __forceinline__ uint32_t full(int stage) const {
-    return ptx::smem_address(shared() + Plan::kBarriers) + stage * 16;
+    return ptx::smem_address(shared() + Shared::kBarriers) + stage * 16;
   }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
-  __device__ __forceinline__ uint32_t peers_done() const { return full(Plan::kMaxStages); }
-  __device__ __forceinline__ int& is_last() const { return *reinterpret_cast<int*>(shared() + Plan::kScalars); }
+  __device__ __forceinline__ uint32_t peers_done() const { return full(Shared::kMaxStages); }
+  __device__ __forceinline__ int& is_last() const { return *reinterpret_cast<int*>(shared() + Shared::kScalars); }
   __device__ __forceinline__ uint32_t ring(int stage) const {
-    return ptx::smem_address(shared() + Plan::kRing) + stage * T::kStageBytes;
+    return ptx::smem_address(shared() + Shared::kRing) + stage * T::kStageBytes;
   }
   __device__ __forceinline__ Entry* entries() const {
-    return reinterpret_cast<Entry*>(shared() + Plan::kRing + k_.stages * T::kStageBytes);
+    return reinterpret_cast<Entry*>(shared() + Shared::kRing + k_.stages * T::kStageBytes);
   }
 
   const KernelParams& k_;

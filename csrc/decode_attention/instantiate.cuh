@@ -13,6 +13,9 @@
                                                 Traits##head_blocks::kThreads,                             \
                                                 Traits##head_blocks::kGroups,                              \
                                                 Traits##head_blocks::kStageBytes,                          \
-                                                SharedPlan<Traits##head_blocks>::kRing});            \
+                                                SharedPlan<Traits##head_blocks>::kRing,                    \
+                                                Traits##head_blocks::kLeastCharge,                         \
+                                                Traits##head_blocks::kVectors,                             \
+                                                Traits##head_blocks::kResults});                           \
   }                                                                                                        \
   }

@@ -10,128 +10,98 @@
 #pragma once
 
 #include "block.cuh"
-#include "combine.cuh"
+#include "merge.cuh"
+#include "plan.cuh"
 #include "sm80/loader.cuh"
 #include "sm90/loader.cuh"
 
 namespace bicl::decode {
 
 template <typename T>
-class DecodeCta : Combiner<T> {
-  using Base = Combiner<T>;
+class DecodeCta : Merger<T> {
+  using Base = Merger<T>;
   using Base::k_;
   using Base::lane_;
   using Base::p_;
   using Base::warp_;
   using Base::arrive;
+  using Base::await_query;
   using Base::cluster_part;
   using Base::combine_cluster;
   using Base::combine_line;
+  using Base::copy_next_query;
   using Base::empty;
   using Base::entries;
-  using Base::get_kept;
   using Base::for_vectors;
   using Base::full;
   using Base::heads_of;
-  using Base::keep;
-  using Base::merge_rows;
-  using Base::multiple;
+  using Base::merge;
   using Base::peers_done;
-  using Base::push;
   using Base::push_nothing;
   using Base::query_slot;
-  using Base::put_partial;
   using Base::ring;
-  using Base::shared;
   using Base::start_cluster;
-  using Base::stats;
-  using Base::vector_share;
   using Base::wait_peers_started;
-  using typename Base::Plan;
+  using typename Base::Target;
+  using typename Base::UpcomingQuery;
 
  public:
   __device__ explicit DecodeCta(const KernelParams& kp) : Base(kp) {}
 
   __device__ __forceinline__ void run() {
-    if (p_.pdl) ptx::grid_launch_dependents();
     if (p_.pdl && p_.late_table) ptx::grid_dependency_wait();
-    int length = 0;  // of the lane's sequence, where clusters may work
-    if (k_.cluster_log2 > 0 && lane_ < p_.sequences.batch) length = p_.sequences.cache_seqlens[lane_];
     const bool producer = warp_ == T::kConsumerWarps;
-    if (!producer) init_barriers();  // it has more to do
+    const bool planned = k_.plan != nullptr;
+    const Divider divider(k_);
+    const Plan plan(k_);
     Share share;
-    const bool cluster = cluster_share(share, length);
-    if (cluster && share.head.sequence == kNone) return;
+    BlockSource block = {};
+    int length = 0;
+    if (planned) {
+      share = read_vectors(plan.share());
+      if (producer) block = read_vectors(plan.block_of_lane());
+      else copy_entries(plan);
+    } else {
+      length = divider.lane_length();
+    }
+    if (!producer) init_barriers();  // it has more to do
+    if (!planned && T::Loader::kClusters) share.cluster = divider.cluster_share(share, length);
+    const bool cluster = T::Loader::kClusters && share.cluster;
+    if (cluster && share.first.sequence == Share::kNone) return;
     if (cluster) start_cluster();
-    if (producer && !cluster)
-      build_entries(entries(), p_.sequences, p_.window_left, multiple(), T::kLeastCharge);
+    if (producer && !cluster && !planned) divider.build_entries(entries());
+    if (!producer && planned) ptx::cp_async_wait<0>();
     __syncwarp();
     ptx::named_barrier(kReady, T::kThreads);
-    const Line line(entries(), p_.sequences.batch, k_.heads.divisor, k_.grid, p_.deterministic,
-                    T::kLeastCharge);
-    if (!cluster) {
-      const Bounds bounds = line.share_of(blockIdx.x);
-      share.begin = bounds.begin;
-      share.end = bounds.end;
-      share.head.sequence = bounds.sequence;
-    }
+    const Line line = divider.line(entries());
+    if (!cluster && !planned) share = divider.line_share(line);
     if (producer) {
-      produce(line, share, cluster);
+      int sequence = share.first.sequence;
+      if (!planned) block = divider.block_of_lane(line, share, share.begin, sequence);
+      produce(divider, line, share, block, sequence);
       if (cluster) wait_peers_started();
     } else {
       if (cluster) wait_peers_started();
       if (p_.pdl) ptx::grid_dependency_wait();
       if (!cluster) clear_empty_sequences();
-      if (cluster && share.begin == share.end) push_nothing(share.head);
+      if (cluster && share.begin == share.end) push_nothing(share.first);
       consume(line, share, cluster);
-      if (cluster) combine_cluster(share.head);
+      if (cluster) combine_cluster(share.first);
     }
   }
 
  private:
-  // --- scheduling -----------------------------------------------------------------------------------
-  static constexpr int kNone = -1;
-
-  // A CTA's blocks [begin, end): blocks of `head` in a cluster, else positions in the line from head.sequence on.
-  struct Share {
-    int begin, end;
-    Place head;
-  };
-
-  // Whether clusters work on a (sequence, head) each, in equal shares. There is no balancing: lengths must be even.
-  // From registers alone (a batch of at most 32; `length` is this lane's), for a quick start.
-  __device__ __forceinline__ bool cluster_share(Share& share, int length) const {
-    if (!T::Loader::kClusters || k_.cluster_log2 == 0) return false;
-    const int blocks = visible_span(length, p_.window_left, multiple()).num_blocks;
-    const int longest = __reduce_max_sync(~0u, blocks);
-    const int batch = p_.sequences.batch;
-    if (batch > 1 && 4 * longest * batch > 5 * __reduce_add_sync(~0u, blocks)) return false;
-    if (p_.deterministic && num_units(longest) * vector_share() > T::kResults) return false;  // parts need room
-    uint32_t head;
-    const int sequence = k_.heads.divide(blockIdx.x >> k_.cluster_log2, head);
-    if (sequence >= batch) {  // there are enough clusters for stream-K, which some lengths need
-      share.head.sequence = kNone;
-      return true;
-    }
-    const int count = __shfl_sync(~0u, blocks, sequence);
-    share.head = {sequence, static_cast<int>(head), 0, count, __shfl_sync(~0u, length, sequence)};
-    // Shares are whole units in deterministic mode, blocks else.
-    const int step = p_.deterministic ? unit_blocks(count) : 1;
-    const int steps = p_.deterministic ? num_units(count) : count;
-    const int rank = ptx::cluster_rank();
-    share.begin = min((rank * steps >> k_.cluster_log2) * step, count);
-    share.end = min(((rank + 1) * steps >> k_.cluster_log2) * step, count);
-    return true;
+  // --- start ----------------------------------------------------------------------------------------
+  // The plan's entries, by the consumers; the buffers of both have room for whole 16 bytes.
+  __device__ __forceinline__ void copy_entries(const Plan& plan) const {
+    const int bytes = (p_.sequences.batch + 1) * static_cast<int>(sizeof(Entry));
+    const char* source = reinterpret_cast<const char*>(plan.entries());
+#pragma unroll 1
+    for (int i = threadIdx.x * 16; i < bytes; i += T::kConsumers * 16)
+      ptx::cp_async_16(ptx::smem_address(entries()) + i, source + i);
+    ptx::cp_async_commit();
   }
 
-  __device__ __forceinline__ Place place_of(const Line& line, const Share& share, bool cluster, int x, int hint) const {
-    if (!cluster) return line.place(x, hint);
-    Place place = share.head;
-    place.block = x;
-    return place;
-  }
-
-  // --- producer -------------------------------------------------------------------------------------
   __device__ __forceinline__ void init_barriers() const {
     // One at a time within a warp, so the warps share them.
     const int stage = warp_ + lane_ * T::kConsumerWarps;
@@ -144,32 +114,17 @@ class DecodeCta : Combiner<T> {
     __syncwarp();
   }
 
-  __device__ __forceinline__ BlockSource resolve(const Place& place) const {
-    const Span span = visible_span(place.length, p_.window_left, 1);
-    const int key = (span.first_block + place.block) * kBlockKeys;
-    const int left = place.length - key;
-    BlockSource block;
-    block.head = k_.head_blocks.divide(place.head);
-    block.rows = max(0, min(left, kBlockKeys));
-    block.newest = left > 0 && left <= kBlockKeys;
-    const int32_t* table = p_.sequences.page_table + place.sequence * p_.sequences.page_table_stride +
-                           block.head * p_.sequences.page_table_head_stride;
-    if (p_.pages.page_size == kBlockKeys) {
-      block.page[0] = left > 0 ? table[key / kBlockKeys] : 0;
-    } else {
-      block.page[0] = left > 0 ? table[key / 32] : 0;
-      block.page[1] = left > 32 ? table[key / 32 + 1] : 0;
-    }
-    return block;
-  }
-
-  __device__ __forceinline__ void produce(const Line& line, const Share& share, bool cluster) {
+  // --- producer -------------------------------------------------------------------------------------
+  // `next`: the lane's block of the first 32, of `sequence` or an earlier one.
+  __device__ __forceinline__ void produce(const Divider& divider, const Line& line, const Share& share,
+                                          BlockSource next, int sequence) {
     typename T::Loader loader;
     bool waited = !p_.pdl;
     int stage = 0;
     uint32_t parity = 1;  // the first round finds its stages empty
-    int sequence = share.head.sequence;  // of this lane's last block
-    BlockSource next = resolve_lane(line, share, cluster, share.begin, sequence);
+    // The next kernel is let in at once where it finds no room before CTAs end, else when the rest fits the ring:
+    // clusters placed beside running ones slow both down.
+    const int release = 2 * static_cast<int>(gridDim.x) > p_.num_sms ? 0 : share.end - share.begin - k_.stages;
 #pragma unroll 1
     for (int x = share.begin; x < share.end; x += 32) {
       const BlockSource block = next;
@@ -184,19 +139,11 @@ class DecodeCta : Combiner<T> {
         }
         loader.template load<T>(block, turn, lane_, p_.pages, ring(stage), full(stage), empty(stage), parity);
         if (++stage == k_.stages) stage = 0, parity ^= 1;
+        if (p_.pdl && x - share.begin + turn == max(release, 0)) ptx::grid_launch_dependents();
         // The next 32, once the ring has enough to do.
-        if (turn == min(k_.stages, count) - 1) next = resolve_lane(line, share, cluster, x + 32, sequence);
+        if (turn == min(k_.stages, count) - 1) next = divider.block_of_lane(line, share, x + 32, sequence);
       }
     }
-  }
-
-  // This lane's block of the 32 from x on.
-  __device__ __forceinline__ BlockSource resolve_lane(const Line& line, const Share& share, bool cluster, int x,
-                                                     int& sequence) const {
-    if (x + lane_ >= share.end) return {};
-    const Place place = place_of(line, share, cluster, x + lane_, sequence);
-    sequence = place.sequence;
-    return resolve(place);
   }
 
   // --- consumers ------------------------------------------------------------------------------------
@@ -215,20 +162,13 @@ class DecodeCta : Combiner<T> {
     }
   };
 
-  // Where a unit's result goes.
-  struct Target {
-    enum Kind { kFinal, kWorkspace, kCluster, kKeep } kind;
-    bool fold;  // onto what was kept
-    int slot;   // of the workspace, or the part of the cluster's result
-  };
-
   __device__ __forceinline__ void consume(const Line& line, const Share& share, bool cluster) {
     const int slots = p_.deterministic ? kMaxUnits + 1 : 2;
     if (share.begin == share.end) return;
     Cursor cursor(share.begin, warp_ / 2);
     WarpState<T> state;
     Query<T> query;
-    Place place = place_of(line, share, cluster, share.begin, share.head.sequence);
+    Place place = share.first;
     UpcomingQuery upcoming{place.sequence * static_cast<int>(k_.heads.divisor) + place.head, share.begin - place.block};
 #pragma unroll 1
     for (int i = 0; i < T::kQuerySlots; ++i) copy_next_query(upcoming, line, share, cluster, i);
@@ -300,132 +240,6 @@ class DecodeCta : Combiner<T> {
       __syncwarp();
       ptx::mbarrier_arrive_warp(empty(cursor.stage), lane_);
     }
-  }
-
-  // --- queries ----------------------------------------------------------------------------------------
-  // The next head whose query is to be copied.
-  struct UpcomingQuery {
-    int pair;  // sequence * heads + head: one register
-    int x;     // its first position
-  };
-
-  // Calls f(row, dim, address) for the 16-byte chunks of a slot that are this thread's.
-  template <typename F>
-  __device__ __forceinline__ void for_query_chunks(int slot, F&& f) const {
-    constexpr int kRowChunks = T::kHeadDim / 8, kChunks = T::kHeads * kRowChunks;
-#pragma unroll
-    for (int i = 0; i < (kChunks + T::kConsumers - 1) / T::kConsumers; ++i) {
-      const int chunk = threadIdx.x + i * T::kConsumers;
-      if (kChunks % T::kConsumers != 0 && chunk >= kChunks) break;
-      const int row = chunk / kRowChunks, dim = chunk % kRowChunks * 8;
-      f(row, dim, query_slot(slot) + (row * T::kQueryStride + dim) * 2);
-    }
-  }
-
-  // Always commits, so that a fixed count of younger copies may be on their way while one is awaited. Rows and dims
-  // that do not exist become zeros.
-  __device__ __forceinline__ void copy_next_query(UpcomingQuery& next, const Line& line, const Share& share, bool cluster,
-                                                  int slot) const {
-    if (next.x < share.end) {
-      uint32_t pair_head;
-      int sequence = k_.heads.divide(next.pair, pair_head), head = pair_head;
-      const Heads heads = heads_of(head);
-      const auto* rows = static_cast<const uint16_t*>(p_.query) + sequence * p_.query_token_stride +
-                         heads.first_query * p_.query_head_stride;
-      for_query_chunks(slot, [&](int row, int dim, char* target) {
-        const bool exists = row < heads.active && dim < p_.head_dim;
-        ptx::cp_async_16(ptx::smem_address(target), exists ? rows + row * p_.query_head_stride + dim : rows, exists);
-      });
-      next.x = cluster ? share.end : next.x + line.blocks(sequence);
-      if (next.x < share.end) {
-        line.advance(sequence, head);
-        next.pair = sequence * k_.heads.divisor + head;
-      }
-    }
-    ptx::cp_async_commit();
-  }
-
-  // A barrier must follow. fp8 pages are multiplied as fp16: each thread converts what it copied.
-  __device__ __forceinline__ void await_query(int slot) const {
-    ptx::cp_async_wait<T::kQuerySlots - 1>();
-    if (!T::kFp8 || p_.query_dtype == DType::kFloat16) return;
-    const auto convert = [](uint32_t bits) {
-      const auto clamp = [](uint32_t b) { return fminf(fmaxf(__uint_as_float(b), -65504.f), 65504.f); };
-      return ptx::pack(clamp(bits << 16), clamp(bits & 0xffff0000u), __half{});
-    };
-    for_query_chunks(slot, [&](int, int, char* at) {
-      auto* chunk = reinterpret_cast<uint4*>(at);
-      const uint4 v = *chunk;
-      *chunk = make_uint4(convert(v.x), convert(v.y), convert(v.z), convert(v.w));
-    });
-  }
-
-  // --- results ----------------------------------------------------------------------------------------
-  // The warps' states to one piece a thread, and on to its target. The merge buffer must be free.
-  __device__ __forceinline__ void merge(WarpState<T>& state, int sequence, const Heads& heads, const Target& target) {
-    put_state(state, heads.active);
-    ptx::named_barrier(kConsumersOnly, T::kConsumers);
-    for_vectors(heads, [&](int v, int row, int dim) {
-      Piece piece = merged(row, dim);
-      if (target.fold) {
-        Piece kept = get_kept(v);
-        fold(kept, piece.maximum, piece.sum, piece.out);
-        piece = kept;
-      }
-      switch (target.kind) {
-        case Target::kFinal:
-          write_final<T>(p_, sequence, heads.first_query + row, dim, piece);
-          break;
-        case Target::kWorkspace: put_partial(target.slot, row, dim, piece); break;
-        case Target::kCluster: push(target.slot, v, piece); break;
-        case Target::kKeep: keep(v, piece); break;
-      }
-    });
-  }
-
-  __device__ __forceinline__ void put_state(WarpState<T>& state, int active) const {
-    const int g = lane_ / 4, t = lane_ % 4;
-    float* rows = merge_rows() + (warp_ * T::kHeads + 2 * t) * T::kMergeStride;
-#pragma unroll
-    for (int n = 0; n < T::kHeadBlocks; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float sum = state.sum[n][j];
-        sum += __shfl_xor_sync(~0u, sum, 4);
-        sum += __shfl_xor_sync(~0u, sum, 8);
-        sum += __shfl_xor_sync(~0u, sum, 16);
-        if (g == 0) stats()[warp_ * T::kHeads + 8 * n + 2 * t + j] = make_float2(state.maximum[n][j], sum);
-        if (8 * n >= active) continue;
-        float* row = rows + (8 * n + j) * T::kMergeStride + (T::kFp8 ? 2 * g : g);
-#pragma unroll
-        for (int d = 0; d < WarpState<T>::kSteps; ++d)
-          if constexpr (T::kFp8) {
-            *reinterpret_cast<float2*>(row + 16 * d) = make_float2(state.out[d][n][j], state.out[d][n][j + 2]);
-          } else {
-            row[16 * d] = state.out[d][n][j];
-            row[16 * d + 8] = state.out[d][n][j + 2];
-          }
-      }
-  }
-
-  __device__ __forceinline__ Piece merged(int row, int dim) const {
-    Piece all;
-#pragma unroll
-    for (int w = 0; w < T::kConsumerWarps; ++w)
-      all.maximum = fmaxf(all.maximum, stats()[w * T::kHeads + row].x);
-#pragma unroll
-    for (int w = 0; w < T::kConsumerWarps; ++w) {
-      const float2 stat = stats()[w * T::kHeads + row];
-      const float weight = ptx::exp2_approx(stat.x - all.maximum);
-      const float4 out =
-          *reinterpret_cast<const float4*>(merge_rows() + (w * T::kHeads + row) * T::kMergeStride + dim);
-      all.sum = __fmaf_rn(stat.y, weight, all.sum);
-      all.out.x = __fmaf_rn(out.x, weight, all.out.x);
-      all.out.y = __fmaf_rn(out.y, weight, all.out.y);
-      all.out.z = __fmaf_rn(out.z, weight, all.out.z);
-      all.out.w = __fmaf_rn(out.w, weight, all.out.w);
-    }
-    return all;
   }
 
   // Sequences without keys get no work: zeros, and -inf for their LSE.

@@ -7,12 +7,16 @@
 namespace bicl::decode {
 
 struct KernelParams {
+  const char* plan;     // of the step, or null: each CTA finds its share itself; see plan.cuh
   FastDiv heads;        // (KV head, block of query heads) pairs of one sequence
   FastDiv head_blocks;  // blocks of query heads of one KV head
   FastDiv grid;         // CTAs
   int group;            // query heads of one KV head
   int stages;
   int cluster_log2;     // of the CTAs a cluster; 0: stream-K only
+  int multiple;         // blocks of a sequence are counted in multiples of this
+  int least_charge;     // blocks that even the shortest head is charged
+  int max_units;        // of one head that a cluster has room for in deterministic mode
   DecodeParams p;
 };
 

@@ -8,9 +8,8 @@
 #include <unordered_map>
 
 #include "../common/launch.h"
-#include "kernel_params.h"
+#include "plan_kernel.cuh"
 #include "registry.h"
-#include "schedule.cuh"
 #include "schedule.h"
 
 namespace bicl {
@@ -100,8 +99,19 @@ int64_t decode_workspace_bytes(int padded_head_dim, int group, bool deterministi
   return grid * slots * (heads * padded_head_dim + 2 * heads) * static_cast<int64_t>(sizeof(float));
 }
 
-void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
-  if (p.sequences.batch == 0) return;
+namespace {
+
+// A kernel and how it is launched; the same for the plan and for the layers that follow it.
+struct Call {
+  const Kernel* kernel;
+  LaunchConfig config;
+  KernelParams params;
+  int entry_bytes;  // shared memory of the sequences' entries
+};
+
+int round_up_16(int bytes) { return (bytes + 15) & ~15; }
+
+Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
   const DeviceInfo& info = device_info(device);
   const bool hopper = info.major == 9 && !p.force_sm80;
   const int group = p.num_q_heads / p.pages.num_kv_heads;
@@ -112,7 +122,10 @@ void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
     throw std::runtime_error("decode_attention is not built for " + describe(variant) +
                              "; rebuild the kernels with this combination");
 
-  KernelParams k;
+  Call call;
+  call.kernel = kernel;
+  KernelParams& k = call.params;
+  k.plan = nullptr;
   k.p = p;
   k.p.pdl = p.pdl && info.major >= 9;
   k.group = group;
@@ -120,15 +133,15 @@ void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
   const int heads = p.pages.num_kv_heads * head_blocks;
   k.head_blocks = FastDiv(head_blocks);
   k.heads = FastDiv(heads);
-  const int entry_bytes = (p.sequences.batch + 1) * static_cast<int>(sizeof(Entry));
-  k.stages = ring_stages(*kernel, entry_bytes, info.max_shared_bytes);
+  call.entry_bytes = round_up_16((p.sequences.batch + 1) * static_cast<int>(sizeof(Entry)));
+  k.stages = ring_stages(*kernel, call.entry_bytes, info.max_shared_bytes);
   if (k.stages == 0)
     throw std::runtime_error("decode_attention: " + describe(variant) + " needs more shared memory than this card's " +
                              std::to_string(info.max_shared_bytes) + " bytes a block");
-  LaunchConfig config;
+  LaunchConfig& config = call.config;
   config.block = dim3(kernel->threads);
-  config.shared_bytes = k.stages * kernel->stage_bytes + kernel->fixed_bytes + entry_bytes;
-  config.pdl = p.pdl && info.major >= 9;
+  config.shared_bytes = k.stages * kernel->stage_bytes + kernel->fixed_bytes + call.entry_bytes;
+  config.pdl = k.p.pdl;
   config.stream = stream;
   const ActiveClusters& active = prepare(*kernel, device, hopper);
   k.cluster_log2 = 0;
@@ -150,13 +163,57 @@ void decode_attention(const DecodeParams& p, int device, cudaStream_t stream) {
   }
   config.grid = dim3(grid);
   k.grid = FastDiv(config.grid.x);
-  const int64_t workspace = static_cast<int64_t>(config.grid.x) * (p.deterministic ? kMaxUnits + 1 : 2) *
-                            (8 * variant.head_blocks * (p.pages.padded_head_dim + 2)) * sizeof(float);
+  k.multiple = p.deterministic ? kernel->groups : 1;
+  k.least_charge = kernel->least_charge;
+  k.max_units = kernel->results / ((kernel->vectors + config.cluster - 1) / config.cluster);
+  return call;
+}
+
+int64_t plan_bytes(const Call& call) {
+  return static_cast<int64_t>(call.config.grid.x) * (sizeof(Share) + 32 * sizeof(BlockSource)) + call.entry_bytes;
+}
+
+void check_plan(const Call& call, int64_t bytes) {
+  if (bytes < plan_bytes(call))
+    throw std::runtime_error("the plan of this decode step takes " + std::to_string(plan_bytes(call)) +
+                             " bytes; it has " + std::to_string(bytes));
+}
+
+}  // namespace
+
+int64_t decode_plan_bytes(int batch) {
+  return kMaxGrid * static_cast<int64_t>(sizeof(Share) + 32 * sizeof(BlockSource)) +
+         round_up_16((batch + 1) * static_cast<int>(sizeof(Entry)));
+}
+
+void plan_decode(const DecodeParams& p, void* plan, int64_t bytes, int device, cudaStream_t stream) {
+  if (p.sequences.batch == 0) return;
+  Call call = prepare_call(p, device, stream);
+  check_plan(call, bytes);
+  call.params.plan = static_cast<const char*>(plan);
+  LaunchConfig config;
+  config.grid = call.config.grid;
+  config.block = dim3(32);
+  config.shared_bytes = call.entry_bytes;
+  config.pdl = call.config.pdl;
+  config.stream = stream;
+  if (call.entry_bytes > 48 * 1024) allow_shared_bytes<plan_kernel>(call.entry_bytes);
+  launch<plan_kernel>(config, call.params);
+}
+
+void decode_attention(const DecodeParams& p, const void* plan, int64_t bytes, int device, cudaStream_t stream) {
+  if (p.sequences.batch == 0) return;
+  Call call = prepare_call(p, device, stream);
+  if (plan != nullptr) check_plan(call, bytes);
+  call.params.plan = static_cast<const char*>(plan);
+  const int64_t workspace = static_cast<int64_t>(call.config.grid.x) * (p.deterministic ? kMaxUnits + 1 : 2) *
+                            (8 * call.kernel->variant.head_blocks * (p.pages.padded_head_dim + 2)) * sizeof(float);
+  const int pairs = p.sequences.batch * static_cast<int>(call.params.heads.divisor);
   if (p.workspace_bytes < workspace || p.num_counters < pairs)
     throw std::runtime_error("decode_attention needs a workspace of " + std::to_string(workspace) + " bytes and " +
                              std::to_string(pairs) + " counters; it has " + std::to_string(p.workspace_bytes) +
                              " and " + std::to_string(p.num_counters));
-  launch_function<KernelParams>(runnable(kernel->function), config, k);
+  launch_function<KernelParams>(runnable(call.kernel->function), call.config, call.params);
 }
 
 }  // namespace bicl

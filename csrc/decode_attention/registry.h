@@ -23,6 +23,9 @@ struct Kernel {
   int groups;       // the stage count is a multiple of it
   int stage_bytes;
   int fixed_bytes;  // shared memory beside the ring and the prefix sums
+  int least_charge;
+  int vectors;      // of a result
+  int results;      // vectors that a CTA of a cluster has room for
 };
 
 void register_kernel(const Kernel& kernel);

@@ -87,6 +87,7 @@ def decode(shape: Shape, *schedules: dict[str, object]) -> None:
             )  # type: ignore[arg-type]
     newest = torch.tensor([0, 65, 765], device=DEVICE)  # rows of the sequences' last tokens
     slots = step.meta.slot_mapping
+    backend.plan(step.meta)
     for _ in range(2):  # as a server does: attention starts while the store still runs
         rows = newest[[0, 1, 1, 2]]
         backend.store(step.layer, step.key[rows], step.value[rows], slots)

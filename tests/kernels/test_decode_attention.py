@@ -14,7 +14,7 @@ from support.device import decode_step, decode_truth
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
-from bicl.ops.cuda.decode_attention import decode_attention
+from bicl.ops.cuda.decode_attention import decode_attention, plan_bytes, plan_decode
 from bicl.ops.cuda.workspace import Workspace
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +69,35 @@ def workspace() -> Workspace:
 
 
 def run(step: Step, workspace: Workspace, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs poisoned beforehand, counters checked afterwards."""
+    """Without a plan, then with one, which must give the same bits. Outputs are poisoned
+    beforehand, counters checked afterwards."""
+    out, lse = run_once(step, workspace, None, **options)
+    planned, planned_lse = run_once(step, workspace, plan_of(step, **options), **options)
+    assert torch.equal(planned, out)
+    assert torch.equal(planned_lse, lse)
+    return out, lse
+
+
+def plan_of(step: Step, **options: object) -> torch.Tensor:
+    shared = ("window_left", "deterministic", "force_sm80", "force_cluster", "force_grid")
+    meta = step.meta
+    plan = torch.full(
+        (plan_bytes(meta.batch_size),), 0xFF, dtype=torch.uint8, device=step.query.device
+    )
+    plan_decode(
+        plan,
+        step.layer,
+        meta.page_table,
+        meta.cache_seqlens,
+        num_q_heads=step.query.shape[1],
+        **{k: options[k] for k in shared if k in options},
+    )  # type: ignore[arg-type]
+    return plan
+
+
+def run_once(
+    step: Step, workspace: Workspace, plan: torch.Tensor | None, **options: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     query, meta = step.query, step.meta
     out = torch.full_like(query, math.nan)
     lse = torch.full((query.shape[1], query.shape[0]), math.nan, device=query.device)
@@ -82,6 +110,7 @@ def run(step: Step, workspace: Workspace, **options: object) -> tuple[torch.Tens
             workspace,
             out=out,
             lse=lse,
+            plan=plan,
             **options,
         )  # type: ignore[arg-type]
     except RuntimeError as error:
@@ -301,10 +330,13 @@ def test_pools_above_two_billion_elements(backend: CudaBackend, workspace: Works
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("pdl", [False, True])  # early launch follows a store of slot_mapping
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("batch", [1, 5, 64])
-def test_one_captured_graph_serves_all_lengths(batch: int, deterministic: bool, pdl: bool) -> None:
+def test_one_captured_graph_serves_all_lengths(
+    batch: int, deterministic: bool, pdl: bool, planned: bool
+) -> None:
     """Captured with every length 1, replayed with others; the newest token is stored inside."""
     layout = layout_of(8, 128, torch.bfloat16)
     backend = CudaBackend(deterministic=deterministic, pdl=pdl)
@@ -318,8 +350,11 @@ def test_one_captured_graph_serves_all_lengths(batch: int, deterministic: bool, 
     out = torch.empty_like(step.query)
 
     def layer_step() -> None:
-        backend.store(step.layer, key, value, slots)
-        backend.run(step.query, step.layer, step.meta, scale=0.1, out=out)
+        if planned:
+            backend.plan(step.meta)
+        for _ in range(2):  # the first layer makes the plan, the second finds it
+            backend.store(step.layer, key, value, slots)
+            backend.run(step.query, step.layer, step.meta, scale=0.1, out=out)
 
     step.meta.cache_seqlens.fill_(1)
     stream = torch.cuda.Stream()
@@ -343,3 +378,24 @@ def test_one_captured_graph_serves_all_lengths(batch: int, deterministic: bool, 
         return
     eager = backend.run(step.query, step.layer, step.meta, scale=0.1)
     assert torch.equal(out, eager)
+
+
+@pytest.mark.parametrize("lengths", list(LENGTHS))
+def test_layers_of_other_shapes_have_plans_of_their_own(lengths: str) -> None:
+    """One backend, one step: heads, dtypes and windows by turns; then a step of other lengths."""
+    planned, alone = CudaBackend(), CudaBackend()
+    for taken in (LENGTHS[lengths], [length // 2 for length in LENGTHS[lengths]]):
+        step = decode_step(
+            alone, taken, layout_of(8, 128, torch.bfloat16), group=4, dtype=torch.bfloat16
+        )
+        layers = [(step.layer, step.query), (step.layer, step.query[:, :8].contiguous())]
+        for layout in (layout_of(2, 128, torch.bfloat16), layout_of(8, 128, FP8_DTYPES[0])):
+            pages = torch.empty(layout.shape(step.layer.num_pages), device="cuda").normal_()
+            layers.append((LayerCache(pages.to(layout.dtype), layout), step.query))
+        planned.plan(step.meta)
+        for _ in range(2):
+            for layer, query in layers:
+                for window in (-1, 100):
+                    options = {"scale": 0.1, "window_left": window}
+                    out = planned.run(query, layer, step.meta, **options)
+                    assert torch.equal(out, alone.run(query, layer, step.meta, **options))

@@ -9,7 +9,7 @@
 namespace bicl::decode {
 constexpr int kBlockKeys = 64;
 }
-#include "schedule_without_traits.cuh"
+#include "share.cuh"
 
 using namespace bicl;
 using namespace bicl::decode;
@@ -19,6 +19,56 @@ using namespace bicl::decode;
     std::fprintf(stderr, "line %d: " #condition "\n", __LINE__);          \
     std::abort();                                                         \
   }
+
+// Each CTA's blocks and where they lie, found 32 at a time as the kernel does.
+void check_blocks(const std::vector<int32_t>& lengths, int heads, int grid, int window, bool deterministic,
+                  int multiple, int least) {
+  const int batch = static_cast<int>(lengths.size()), width = *std::max_element(lengths.begin(), lengths.end()) / 64 + 1;
+  std::vector<int32_t> table(batch * width);
+  std::iota(table.begin(), table.end(), 0);
+  KernelParams k{};
+  k.heads = FastDiv(heads);
+  k.grid = FastDiv(grid);
+  k.multiple = multiple;
+  k.least_charge = least;
+  k.p.sequences.page_table = table.data();
+  k.p.sequences.cache_seqlens = lengths.data();
+  k.p.sequences.page_table_stride = width;
+  k.p.sequences.batch = batch;
+  k.p.pages.page_size = 64;
+  k.p.window_left = window;
+  k.p.deterministic = deterministic;
+  std::vector<Entry> entries(batch + 1);
+  std::vector<BlockSource> blocks(32);
+  warp::run([&](int lane) {
+    const Divider divider(k);
+    divider.build_entries(entries.data());
+    __syncwarp();
+    const Line line = divider.line(entries.data());
+    for (int cta = 0; cta < grid; ++cta) {
+      blockIdx.x = cta;
+      const Share share = divider.line_share(line);
+      if (share.begin == share.end) continue;
+      const Place first = line.place(share.begin, 0);
+      REQUIRE(share.first.sequence == first.sequence && share.first.head == first.head);
+      REQUIRE(share.first.block == first.block && share.first.num_blocks == first.num_blocks);
+      int sequence = share.first.sequence;
+      for (int x = share.begin; x < share.end; x += 32) {
+        __syncwarp();
+        blocks[lane] = divider.block_of_lane(line, share, x, sequence);
+        __syncwarp();
+        for (int j = 0; j < 32 && x + j < share.end; ++j) {
+          const Place place = line.place(x + j, 0);
+          const Span span = visible_span(place.length, window, 1);
+          const int key = (span.first_block + place.block) * 64, left = place.length - key;
+          REQUIRE(blocks[j].rows == std::clamp(left, 0, 64) && blocks[j].head == place.head);
+          REQUIRE(blocks[j].newest == (left > 0 && left <= 64));
+          if (left > 0) REQUIRE(blocks[j].page[0] == table[place.sequence * width + key / 64]);
+        }
+      }
+    }
+  });
+}
 
 int main(int count, char** arguments) {
   const auto number = [&](int i) { return std::atoi(arguments[i]); };
@@ -71,4 +121,5 @@ int main(int count, char** arguments) {
       }
   }
   REQUIRE(x == static_cast<int>(owners.size()));
+  check_blocks(lengths, heads, grid, window, deterministic, multiple, least);
 }

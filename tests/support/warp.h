@@ -2,9 +2,11 @@
 // count and vote, for tests without a GPU.
 #pragma once
 
+#include <algorithm>
 #include <barrier>
 #include <cstdint>
 #include <functional>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -17,6 +19,7 @@ struct Dim {
   unsigned x = 0;
 };
 inline thread_local Dim threadIdx;
+inline thread_local Dim blockIdx;
 
 namespace warp {
 
@@ -54,6 +57,14 @@ inline int __shfl_up_sync(unsigned, int value, int step) {
   const int lane = threadIdx.x % 32;
   const auto all = warp::exchange(value);
   return static_cast<int>(lane >= step ? all[lane - step] : value);
+}
+inline int __reduce_max_sync(unsigned, int value) {
+  const auto all = warp::exchange(value);
+  return static_cast<int>(*std::max_element(all.begin(), all.end()));
+}
+inline int __reduce_add_sync(unsigned, int value) {
+  const auto all = warp::exchange(value);
+  return static_cast<int>(std::accumulate(all.begin(), all.end(), int64_t{0}));
 }
 inline void __syncwarp() { warp::exchange(0); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }

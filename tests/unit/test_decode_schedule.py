@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
-SCHEDULE = ROOT / "csrc" / "decode_attention" / "schedule.cuh"
+DECODE = ROOT / "csrc" / "decode_attention"
+HEADERS = ("schedule.cuh", "share.cuh", "block_source.cuh", "kernel_params.h")
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +21,10 @@ def divide(tmp_path_factory: pytest.TempPathFactory):
     if compiler is None:
         pytest.skip("g++ is not installed")
     folder = tmp_path_factory.mktemp("schedule")
-    text = SCHEDULE.read_text().replace('#include "traits.cuh"', "")
-    text = text.replace('"../common/', f'"{ROOT}/csrc/common/')
-    (folder / "schedule_without_traits.cuh").write_text(text)
+    for name in HEADERS:  # without those that only CUDA can read
+        text = (DECODE / name).read_text().replace('#include "traits.cuh"', "")
+        text = text.replace('"../common/', f'"{ROOT}/csrc/common/')
+        (folder / name).write_text(text.replace('"../params.h"', f'"{ROOT}/csrc/params.h"'))
     program = folder / "divide"
     command = (compiler, "-std=c++20", "-O1", "-pthread", "-w", "-I", folder, "-I", SUPPORT)
     source = SUPPORT / "decode_schedule.cpp"

@@ -2,8 +2,9 @@
 
 ``bicl`` is what a server runs. The others change one thing: ``-deterministic`` cuts every sequence
 at fixed keys, ``-pdl`` lets a launch overlap the end of the kernel before it, ``-fp8`` stores e4m3,
-``-sm80`` takes the path for cards before Hopper, ``-with-plan`` makes the step's tile list anew in
-every call instead of once for all layers.
+``-sm80`` takes the path for cards before Hopper, ``-with-plan`` makes the step's plan anew in every
+call, ``-no-plan`` does without. Otherwise a prefill's plan stands before the clock starts, and a
+decode step's is made within it by every 32nd call, which stands for a model of 32 layers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
 from bicl.errors import BackendError
 from bicl.ops.cuda import library
-from bicl.ops.cuda.decode_attention import decode_attention
+from bicl.ops.cuda.decode_attention import decode_attention, plan_bytes, plan_decode
 from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
 from bicl.ops.cuda.store_kv import store_kv
 from bicl.ops.cuda.workspace import Workspace
@@ -33,6 +34,7 @@ PAGE = 64
 _MAX_PAIRS = 256 * 64
 SCALE = HEAD_DIM**-0.5
 _FP8 = torch.float8_e4m3fn
+_LAYERS = 32  # that share a decode step's plan
 
 
 def register(registry: Registry) -> None:
@@ -45,6 +47,8 @@ def register(registry: Registry) -> None:
         Contestant("bicl-deterministic", partial(_decode, {"deterministic": True})),
         Contestant("bicl-pdl", partial(_decode, {"pdl": True})),
         Contestant("bicl-fp8", partial(_decode, {}, dtype=_FP8), element_bytes=1),
+        Contestant("bicl-with-plan", partial(_decode, {}, layers=1)),
+        Contestant("bicl-no-plan", partial(_decode, {}, layers=0)),
     ]
     registry.prefill += [
         Contestant("bicl", partial(_prefill, {})),
@@ -59,7 +63,7 @@ def register(registry: Registry) -> None:
         Contestant("bicl-pdl", partial(_layer, True)),
     ]
     registry.launch["bicl-run"] = _run_call
-    registry.launch["bicl-decode"] = lambda batch: _decode({}, batch).calls[0]
+    registry.launch["bicl-decode"] = _decode_call
     registry.launch["bicl-store"] = _store_call
     registry.store = store_kv
 
@@ -79,13 +83,35 @@ def _decode(
     batch: PagedBatch,
     dtype: torch.dtype = torch.bfloat16,
     tables: list[torch.Tensor] | None = None,
+    layers: int = _LAYERS,
+    before: Callable[[int], object] = lambda index: None,
 ) -> Prepared:
+    """Calls over the page tables by turns; every ``layers``-th makes its plan first (0: none has
+    one). ``before`` runs ahead of each call, with its table's index."""
     layer = pages_of(batch, dtype)
     tables = batch.page_tables(PAGE) if tables is None else tables
     out = torch.empty_like(batch.query)
     space = workspace(batch.arena.device, flags.get("deterministic", False))
+    shared = {key: flag for key, flag in flags.items() if key != "pdl"}
 
-    def call(table: torch.Tensor) -> torch.Tensor:
+    def make_plan(plan: torch.Tensor, table: torch.Tensor) -> None:
+        plan_decode(
+            plan, layer, table, batch.cache_seqlens, num_q_heads=batch.heads.query, **shared
+        )
+
+    plans: list[torch.Tensor | None] = [None] * len(tables)
+    if layers:
+        size = plan_bytes(len(batch.lengths))
+        for index, table in enumerate(tables):
+            plan = torch.empty(size, dtype=torch.uint8, device=batch.arena.device)
+            make_plan(plan, table)
+            plans[index] = plan
+
+    def call(index: int, replan: bool) -> torch.Tensor:
+        table, plan = tables[index], plans[index]
+        before(index)
+        if replan and plan is not None:
+            make_plan(plan, table)
         decode_attention(
             batch.query,
             layer,
@@ -93,13 +119,18 @@ def _decode(
             batch.cache_seqlens,
             space,
             out=out,
+            plan=plan,
             scale=SCALE,
-            **flags,
+            **{**flags, "pdl": flags.get("pdl", False) and not replan},
         )
         return out
 
-    read = partial(key_value, layer, tables[0], batch.lengths)
-    return Prepared([partial(call, table) for table in tables], read)
+    rounds = -(-max(layers, 1) // len(tables))
+    calls = [
+        partial(call, index % len(tables), layers > 0 and index % layers == 0)
+        for index in range(rounds * len(tables))
+    ]
+    return Prepared(calls, partial(key_value, layer, tables[0], batch.lengths))
 
 
 def _newest(batch: PagedBatch, table: torch.Tensor) -> torch.Tensor:
@@ -111,18 +142,15 @@ def _newest(batch: PagedBatch, table: torch.Tensor) -> torch.Tensor:
 
 def _layer(pdl: bool, batch: PagedBatch) -> Prepared:
     tables = batch.page_tables(PAGE)
-    prepared = _decode({"pdl": pdl}, batch, tables=tables)
     layer = pages_of(batch, torch.bfloat16)
     shape = (len(batch.lengths), batch.heads.kv, HEAD_DIM)
     key, value = (torch.randn_like(batch.query[:, : batch.heads.kv]).view(shape) for _ in range(2))
     slots = [_newest(batch, table) for table in tables]
 
-    def call(attend: Callable[[], torch.Tensor], where: torch.Tensor) -> torch.Tensor:
-        store_kv(layer, key, value, where, pdl=pdl)
-        return attend()
+    def store(index: int) -> None:
+        store_kv(layer, key, value, slots[index], pdl=pdl)
 
-    calls = [partial(call, *pair) for pair in zip(prepared.calls, slots, strict=True)]
-    return Prepared(calls, prepared.key_value)
+    return _decode({"pdl": pdl}, batch, tables=tables, before=store)
 
 
 def _prefill(
@@ -164,7 +192,21 @@ def _run_call(batch: PagedBatch) -> Callable[[], object]:
     """What a server pays: the backend's own checks included."""
     layer, meta = pages_of(batch, torch.bfloat16), batch.metadata(PAGE)[0]
     out = torch.empty_like(batch.query)
-    return partial(CudaBackend().run, batch.query, layer, meta, scale=SCALE, out=out)
+    backend = CudaBackend()
+    backend.plan(meta)
+    return partial(backend.run, batch.query, layer, meta, scale=SCALE, out=out)
+
+
+def _decode_call(batch: PagedBatch) -> Callable[[], object]:
+    """The function that the backend holds for a layer, called as the backend does: on the plan that
+    the step's layers share, let in early and waiting for the kernel ahead."""
+    layer, table = pages_of(batch, torch.bfloat16), batch.page_tables(PAGE)[0]
+    space = workspace(batch.arena.device, False)
+    plan = torch.empty(plan_bytes(len(batch.lengths)), dtype=torch.uint8, device=batch.arena.device)
+    plan_decode(plan, layer, table, batch.cache_seqlens, num_q_heads=batch.heads.query)
+    run = space.decode_attention_on(layer, SCALE)
+    out = torch.empty_like(batch.query)
+    return partial(run, out, None, batch.query, table, batch.cache_seqlens, plan, 2)
 
 
 def _store_call(batch: PagedBatch) -> Callable[[], object]:

@@ -94,14 +94,12 @@ def _decode(batch: PagedBatch) -> Prepared:
     out = torch.empty_like(batch.query)
     space = workspace(batch.arena.device, False)
     run = _module().bind_decode_attention(
-        layer.pages, PAGE, 1.0, 1.0, space.partials, space.counters
+        *(layer.pages, PAGE, 1.0, 1.0, space.partials, space.counters),
+        *(SCALE, 0.0, -1, False, False, 0, 0),
     )
 
     def call(table: torch.Tensor) -> torch.Tensor:
-        run(
-            *(out, None, batch.query, table, batch.cache_seqlens, SCALE, 0.0, -1),
-            *(False, 0, False, 0, 0),
-        )
+        run(out, None, batch.query, table, batch.cache_seqlens, None, 0)
         return out
 
     def key_value(index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from bicl.attention.validate import check_no_grad, check_page_lists, check_tenso
 from bicl.errors import BackendError, BiclError, InvalidInputError
 from bicl.ops.cuda import library
 from bicl.ops.cuda.copy_pages import copy_pages
-from bicl.ops.cuda.decode_attention import decode_attention
+from bicl.ops.cuda.decode_attention import DecodePlanner
 from bicl.ops.cuda.gather import gather
 from bicl.ops.cuda.prefill_attention import PrefillPlanner, prefill_attention
 from bicl.ops.cuda.sparse import store_and_index
@@ -33,10 +33,10 @@ class CudaBackend:
     Args:
         deterministic: results depend on a sequence's own tokens only, never on its batch mates
             or on where prefixes were cut; a few percent slower.
-        pdl: programmatic dependent launch (Hopper and later): ``store`` starts while the kernel
-            ahead still runs, and so does the ``run`` of a decode step that follows the ``store``
-            of that step's ``slot_mapping`` in the same layer: old pages stream while the newest
-            tokens are written. Kernels launched in between, if any, are waited for.
+        pdl: programmatic dependent launch (Hopper and later): kernels start while the one ahead
+            still runs, and wait for it before they read. The ``run`` of a decode step that follows
+            the ``store`` of that step's ``slot_mapping`` in the same layer waits for less: old
+            pages stream while the newest tokens are written.
 
     Raises:
         BackendError: no CUDA device, no compiled kernels, or none for this card.
@@ -49,6 +49,7 @@ class CudaBackend:
         self.deterministic = deterministic
         self.pdl = pdl
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # pages and slots, last call
+        self._decode = DecodePlanner(deterministic=deterministic, pdl=pdl)
         self._prefill = PrefillPlanner(deterministic=deterministic)
         self._workspaces: dict[torch.device, Workspace] = {}
         # Captured graphs keep using the workspace they were captured with.
@@ -56,8 +57,10 @@ class CudaBackend:
         self._copy_lists: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def plan(self, meta: AttentionMetadata) -> None:
-        """Forget the last step. Decode divides its work in the kernel itself; the plan of a
-        prefill is made on the device by the first layer that needs it."""
+        """Forget the last step. What the layers of a step have in common is worked out on the
+        device, by the first layer that needs it. A decode step that was not planned has each layer
+        do so itself."""
+        self._decode.begin_step(meta)
         self._prefill.begin_step(meta)
 
     def store(
@@ -120,22 +123,7 @@ class CudaBackend:
         try:
             if meta.max_q == 1 and num_tokens == meta.batch_size:
                 # The last position sees nothing to its right: window_right and causal are idle.
-                chosen = meta.page_table.dim() == 3  # by a kernel that may still be running
-                decode_attention(
-                    query,
-                    layer,
-                    meta.page_table,
-                    meta.cache_seqlens,
-                    self._workspace(layer, num_q_heads, num_tokens),
-                    out=result,
-                    lse=lse,
-                    scale=scale,
-                    window_left=window_left,
-                    softcap=softcap,
-                    deterministic=self.deterministic,
-                    pdl=self.pdl and (chosen or self._follows_store(layer, meta)),
-                    late_table=chosen,
-                )
+                self._run_decode(result, lse, query, layer, meta, scale, softcap, window_left)
             else:
                 plan = self._prefill.plan_for(
                     query, layer, meta, window_left=window_left, window_right=window_right
@@ -157,6 +145,31 @@ class CudaBackend:
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
         return result if lse is None else (result, lse)
+
+    def _run_decode(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        query: torch.Tensor,
+        layer: LayerCache,
+        meta: AttentionMetadata,
+        scale: float,
+        softcap: float,
+        window_left: int,
+    ) -> None:
+        num_q_heads = query.shape[1]
+        workspace = self._workspace(layer, num_q_heads, query.shape[0])
+        run = workspace.decode_attention_on(layer, scale, softcap, window_left, self.deterministic)
+        chosen = meta.page_table.dim() == 3  # each layer has pages of its own
+        plan, is_new = (
+            (None, False)
+            if chosen
+            else self._decode.plan_for(layer, meta, num_q_heads, window_left)
+        )
+        # Started early, it waits for the kernel ahead; behind the store, for new tokens only.
+        behind_store = not (chosen or is_new) and self._follows_store(layer, meta)
+        early = (1 if behind_store else 2) if self.pdl else 0
+        run(out, lse, query, meta.page_table, meta.cache_seqlens, plan, early)
 
     def gather(
         self, layer: LayerCache, page_table: torch.Tensor, cache_seqlens: torch.Tensor

@@ -35,18 +35,22 @@ def layer(**scales: float) -> LayerCache:
 
 def test_a_layer_is_bound_once(workspace: Workspace) -> None:
     first, second = layer(k_scale=0.5, v_scale=2.0), layer()
-    bound = workspace.decode_attention_on(first)
-    assert workspace.decode_attention_on(first) is bound
-    assert workspace.decode_attention_on(second) is not bound
+    bound = workspace.decode_attention_on(first, 0.1)
+    assert workspace.decode_attention_on(first, 0.1) is bound
+    assert workspace.decode_attention_on(second, 0.1) is not bound
+    assert workspace.decode_attention_on(first, 0.1, 0.0, 100) is not bound
     pages, *rest = bound.given
     assert pages is first.pages
-    assert rest == [LAYOUT.page_size, 0.5, 2.0, workspace.partials, workspace.counters]
+    assert rest[:5] == [LAYOUT.page_size, 0.5, 2.0, workspace.partials, workspace.counters]
+    assert rest[5:] == [0.1, 0.0, -1, False, False, 0, 0]
 
 
 def test_a_layer_that_is_gone_leaves_nothing_behind(workspace: Workspace) -> None:
     for _ in range(50):  # ids are used again
         short_lived = layer()
-        assert workspace.decode_attention_on(short_lived).given[0] is short_lived.pages
+        bound = workspace.decode_attention_on(short_lived, 0.1)
+        assert bound.given[0] is short_lived.pages
+        del bound
         del short_lived
     gc.collect()
     assert not workspace._bound

@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bicl.ops.cuda import library
 from bicl.ops.cuda.workspace import Workspace
 
 if TYPE_CHECKING:
+    from bicl.attention.metadata import AttentionMetadata
     from bicl.attention.pool import LayerCache
 
-__all__ = ["decode_attention"]
+__all__ = ["DecodePlanner", "decode_attention", "plan_bytes", "plan_decode"]
+
+MIN_BATCH = 256
 
 
 def decode_attention(
@@ -23,6 +27,7 @@ def decode_attention(
     *,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
     scale: float,
     window_left: int = -1,
     softcap: float = 0.0,
@@ -35,33 +40,148 @@ def decode_attention(
 ) -> None:
     """Writes ``out`` ``[B, num_q_heads, head_dim]`` and ``lse`` float32 ``[num_q_heads, B]``.
 
+    Callers in a hurry hold on to ``Workspace.decode_attention_on`` instead.
+
     Args:
         query: ``[B, num_q_heads, head_dim]`` fp16 or bf16, any strides but 1 in the last dim.
         page_table: int32 ``[B, max_pages]``, or ``[B, H, max_pages]`` where each KV head reads
             pages of its own, as many tokens for all.
         workspace: partial results; one stream at a time.
+        plan: of ``plan_decode`` for these lengths, this table, these heads and the same options:
+            the same bits, 1 to 2 us sooner.
         deterministic: the result of a sequence depends on nothing but itself.
         pdl: start before the kernel ahead has ended. Only where that kernel writes nothing this
             one reads but ``query`` and each sequence's newest token.
-        late_table: with ``pdl``: it also writes ``page_table`` and ``cache_seqlens``.
+        late_table: with ``pdl``: it may write anything, and is waited for before anything is read.
         force_sm80, force_cluster, force_grid: tests and benchmarks.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; the message names them.
         RuntimeError: the combination is not compiled in, or the launch failed.
     """
-    workspace.decode_attention_on(layer)(
-        out,
-        lse,
-        query,
+    options = (scale, softcap, window_left, deterministic, force_sm80, force_cluster, force_grid)
+    early = (2 if late_table else 1) if pdl else 0
+    run = workspace.decode_attention_on(layer, *options)
+    run(out, lse, query, page_table, cache_seqlens, plan, early)
+
+
+def plan_bytes(batch: int) -> int:
+    """Bytes of any plan of a decode step of at most ``batch`` sequences."""
+    return int(library.module().decode_plan_bytes(batch))
+
+
+def plan_decode(
+    plan: torch.Tensor,
+    layer: LayerCache,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    num_q_heads: int,
+    window_left: int = -1,
+    deterministic: bool = False,
+    pdl: bool = False,
+    force_sm80: bool = False,
+    force_cluster: int = 0,
+    force_grid: int = 0,
+) -> None:
+    """Works out on the device who computes which blocks and where those lie: one small kernel, no
+    wait. Good for every layer with these heads, this layout, window and table, until the lengths
+    change; without it each layer's kernel finds out by itself.
+
+    Args:
+        plan: uint8, at least ``plan_bytes``; overwritten.
+        pdl: start before the kernel ahead has ended; it is waited for before anything is read.
+        page_table, cache_seqlens, deterministic and the rest: as in ``decode_attention``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; the message names them.
+        RuntimeError: the combination is not compiled in, or the launch failed.
+    """
+    library.module().plan_decode(
+        plan,
+        layer.pages,
+        layer.layout.page_size,
         page_table,
         cache_seqlens,
-        scale,
-        softcap,
+        num_q_heads,
         window_left,
         deterministic,
-        (2 if late_table else 1) if pdl else 0,
+        pdl,
         force_sm80,
         force_cluster,
         force_grid,
     )
+
+
+class DecodePlanner:
+    """The plans of the current step: made by the first layer that needs each, shared by the rest.
+
+    Steps that were not begun get none, since one layer alone is not worth it. Plans' memory
+    persists and only grows; graphs keep what they were captured with.
+
+    Args:
+        deterministic, pdl: see ``plan_decode``.
+    """
+
+    def __init__(self, *, deterministic: bool = False, pdl: bool = False) -> None:
+        self.deterministic = deterministic
+        self.pdl = pdl
+        self._meta: AttentionMetadata | None = None
+        self._plans: dict[tuple[object, ...], torch.Tensor] = {}
+        self._memory: dict[tuple[object, ...], torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
+
+    def begin_step(self, meta: AttentionMetadata) -> None:
+        """Forget earlier plans: the lengths have changed."""
+        self._meta = meta
+        self._plans.clear()
+
+    def plan_for(
+        self, layer: LayerCache, meta: AttentionMetadata, num_q_heads: int, window_left: int
+    ) -> tuple[torch.Tensor | None, bool]:
+        """The plan for ``layer`` in the step ``meta``, and whether the kernel that makes it has
+        only now been launched."""
+        if meta is not self._meta:
+            return None, False
+        layout = layer.layout
+        shape = (
+            num_q_heads,
+            window_left,
+            layout.num_kv_heads,
+            layout.padded_head_dim,
+            layout.dtype,
+            layout.page_size,
+            layout.tile,
+            layer.device,
+            # One that is recorded in a CUDA graph is made by its replay, not now.
+            torch.cuda.is_current_stream_capturing(),
+        )
+        plan = self._plans.get(shape)
+        if plan is not None:
+            return plan, False
+        plan = self._memory_for(shape, meta.batch_size, layer.device)
+        plan_decode(
+            plan,
+            layer,
+            meta.page_table,
+            meta.cache_seqlens,
+            num_q_heads=num_q_heads,
+            window_left=window_left,
+            deterministic=self.deterministic,
+            pdl=self.pdl,
+        )
+        self._plans[shape] = plan
+        return plan, True
+
+    def _memory_for(
+        self, shape: tuple[object, ...], batch: int, device: torch.device
+    ) -> torch.Tensor:
+        found = self._memory.get(shape)
+        if found is not None and found.numel() >= plan_bytes(batch):
+            return found
+        if found is not None:
+            self._outgrown.append(found)
+        size = plan_bytes(max(batch, MIN_BATCH))
+        grown = torch.empty(size, dtype=torch.uint8, device=device)
+        self._memory[shape] = grown
+        return grown

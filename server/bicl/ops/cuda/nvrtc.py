@@ -32,6 +32,7 @@ HEADERS = {
     "bicl::copy_pages_kernel": "copy_pages/kernel.cuh",
     "bicl::stage_step_kernel": "stage_step/kernel.cuh",
     "bicl::decode::decode_kernel": "decode_attention/kernel.cuh",
+    "bicl::decode::plan_kernel": "decode_attention/plan_kernel.cuh",
     "bicl::prefill::mma::kernel": "prefill_attention/mma/kernel.cuh",
     "bicl::prefill::sm90::kernel": "prefill_attention/sm90/kernel.cuh",
     "bicl::prefill::plan_kernel": "prefill_attention/plan_kernel.cuh",

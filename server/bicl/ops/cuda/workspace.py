@@ -49,16 +49,34 @@ class Workspace:
         )
         self.partials = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.counters = torch.zeros(max_pairs, dtype=torch.int32, device=device)
-        self._bound: dict[int, tuple[weakref.ref[LayerCache], Callable[..., None]]] = {}
+        self._bound: dict[
+            tuple[object, ...], tuple[weakref.ref[LayerCache], Callable[..., None]]
+        ] = {}
 
-    def decode_attention_on(self, layer: LayerCache) -> Callable[..., None]:
+    def decode_attention_on(
+        self,
+        layer: LayerCache,
+        scale: float,
+        softcap: float = 0.0,
+        window_left: int = -1,
+        deterministic: bool = False,
+        force_sm80: bool = False,
+        force_cluster: int = 0,
+        force_grid: int = 0,
+    ) -> Callable[..., None]:
         """The decode kernel with all that stays the same from step to step handed over already,
-        which spares the host a fifth of a launch. Its arguments: ``decode_call`` in ``csrc``.
+        which spares the host a quarter of a launch. Options: see ``decode_attention``.
+
+        Returns:
+            ``(out, lse, query, page_table, cache_seqlens, plan, pdl) -> None``; ``pdl`` 0: off, 1:
+            the kernel ahead may still be writing the newest tokens, 2: and the table and lengths.
 
         Raises:
-            ValueError: pages that the kernel cannot read; the message names why.
+            ValueError: pages or options that the kernel cannot take; the message names why.
         """
-        key = id(layer)
+        options = (scale, softcap, window_left, deterministic)
+        forced = (force_sm80, force_cluster, force_grid)
+        key = (id(layer), *options, *forced)
         found = self._bound.get(key)
         if found is not None and found[0]() is layer:
             return found[1]
@@ -69,6 +87,8 @@ class Workspace:
             layer.v_scale,
             self.partials,
             self.counters,
+            *options,
+            *forced,
         )
 
         def forget(_: object) -> None:  # the id may be used again

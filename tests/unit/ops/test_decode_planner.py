@@ -1,0 +1,101 @@
+"""Which layers of a decode step share a plan. It needs no GPU: the library is a stand-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.cases import build_step
+
+from bicl.attention.metadata import AttentionMetadata
+from bicl.attention.pool import KVPool, LayerCache
+from bicl.cache.layout import PageLayout
+from bicl.ops.cuda import library
+from bicl.ops.cuda.decode_attention import MIN_BATCH, DecodePlanner
+
+LAYOUT = PageLayout(2, 64, torch.float16)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """The arguments of each plan that was launched."""
+    launched: list[tuple[object, ...]] = []
+    module = SimpleNamespace(
+        decode_plan_bytes=lambda batch: 16 * batch,
+        plan_decode=lambda *given: launched.append(given),
+    )
+    monkeypatch.setattr(library, "module", lambda: module)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return launched
+
+
+def layer(layout: PageLayout = LAYOUT) -> LayerCache:
+    return KVPool([layout], 2, "cpu").layers[0]
+
+
+def step(batch: int = 2) -> AttentionMetadata:
+    return build_step([(1, 3)] * batch, LAYOUT, group=1, dtype=torch.float16).meta
+
+
+def test_layers_alike_share_a_plan(made: list[tuple[object, ...]]) -> None:
+    planner, meta = DecodePlanner(), step()
+    planner.begin_step(meta)
+    first, is_new = planner.plan_for(layer(), meta, 4, -1)
+    assert is_new
+    assert planner.plan_for(layer(), meta, 4, -1) == (first, False)
+    assert len(made) == 1
+    assert made[0][0] is first
+
+
+def test_other_heads_windows_and_layouts_have_plans_of_their_own(
+    made: list[tuple[object, ...]],
+) -> None:
+    planner, meta = DecodePlanner(), step()
+    planner.begin_step(meta)
+    other = layer(PageLayout(2, 64, torch.bfloat16))
+    for options in ((layer(), 4, -1), (layer(), 8, -1), (layer(), 4, 100), (other, 4, -1)):
+        _, is_new = planner.plan_for(options[0], meta, *options[1:])
+        assert is_new
+    assert len({given[0].data_ptr() for given in made}) == 4  # type: ignore[attr-defined]
+
+
+def test_every_step_plans_anew_in_the_same_memory(made: list[tuple[object, ...]]) -> None:
+    planner, meta = DecodePlanner(), step()
+    for _ in range(3):
+        planner.begin_step(meta)
+        assert planner.plan_for(layer(), meta, 4, -1)[1]
+    assert len(made) == 3
+    assert len({given[0].data_ptr() for given in made}) == 1  # type: ignore[attr-defined]
+
+
+def test_a_step_that_was_not_begun_has_no_plan(made: list[tuple[object, ...]]) -> None:
+    planner = DecodePlanner()
+    assert planner.plan_for(layer(), step(), 4, -1) == (None, False)
+    planner.begin_step(step())
+    assert planner.plan_for(layer(), step(), 4, -1) == (None, False)
+    assert not made
+
+
+def test_a_graph_makes_its_own_plan(
+    made: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner, meta = DecodePlanner(), step()
+    planner.begin_step(meta)
+    planner.plan_for(layer(), meta, 4, -1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert planner.plan_for(layer(), meta, 4, -1)[1]
+    assert made[0][0] is not made[1][0]
+
+
+def test_graphs_keep_the_memory_that_larger_batches_outgrow(
+    made: list[tuple[object, ...]],
+) -> None:
+    planner = DecodePlanner()
+    plans = []
+    for batch in (2, MIN_BATCH + 1):
+        meta = step(batch)
+        planner.begin_step(meta)
+        plans.append(planner.plan_for(layer(), meta, 4, -1)[0])
+    assert plans[0] is not plans[1]
+    assert any(plans[0] is kept for kept in planner._outgrown)
