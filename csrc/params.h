@@ -123,12 +123,12 @@ struct DecodeParams {
 
 // What is kept of every page of a sparse layer, a record each; see bicl/sparse/index.py.
 struct PageIndex {
-  // e4m3 [num_kv_heads][centroids][row_bytes], the means of the clusters of a page's keys; then uint8
-  // [num_kv_heads][centroids], the keys in each.
+  // Of each KV head and centroid, [num_kv_heads][centroids]: a row of nibbles n; __half2 (a, b), a dim being a n + b; a
+  // uint8, the keys that it stands for.
   uint8_t* records;
   int64_t record_bytes;  // a multiple of 16
   int centroids;         // 2, 4 or 8
-  int row_bytes;         // head_dim rounded up to a multiple of 16, zeros in between
+  int row_bytes;         // half of head_dim rounded up to a multiple of 32
 };
 
 struct IndexPagesParams {
@@ -136,6 +136,7 @@ struct IndexPagesParams {
   PageIndex index;
   const int64_t* slots;  // [num_tokens]; the last slot of a page says that it is complete; negative: skip
   int num_tokens;
+  int head_dim;
   bool pdl;
 };
 
@@ -150,27 +151,29 @@ enum class Combine : int { kMax, kSum, kSoftmax };
 
 // Scoring, selection, or both: what a step has no use for is null.
 struct TilesParams {
+  // What a launch needs first stands first: parameters come from memory a line at a time.
   Sequences sequences;       // page_table [batch][max_pages]
-  const void* query;         // [batch][num_q_heads][head_dim], rows 16-byte aligned
+  const float* sparsity;     // [batch]
+  float share;               // of each, which this layer leaves out
+  SelectionRule rule;
+  int page_size, max_pages;
+  int num_q_heads, num_kv_heads;
+  bool pdl;
+  bool late_input;           // with pdl: the kernel ahead writes more of what is read than the query
+  PageIndex index;
   DType query_dtype;         // float16 or bfloat16
   int head_dim;              // a multiple of 8
+  const void* query;         // [batch][num_q_heads][head_dim], rows 16-byte aligned
   int64_t query_token_stride, query_head_stride;
-  PageIndex index;
   const float* weights;      // [head_dim], of the dims of the centroids
   float scale;               // of the attention scores
+  Combine combine;
   float* scores;             // [batch][num_q_heads][max_pages]: written if scoring alone, read if selecting alone
-  const float* sparsity;     // [batch]
   int32_t* selected;         // [batch][num_kv_heads][max_pages] page ids, ascending in position
   int32_t* positions;        // the same shape, where they stand in the sequence; or null
   int32_t* selected_seqlens; // [batch] tokens
-  SelectionRule rule;
-  Combine combine;
-  int page_size, max_pages;
-  int num_q_heads, num_kv_heads;
   int num_sms;
-  bool pdl;
-  bool late_input;    // with pdl: the kernel ahead writes more of what is read than the query
-  int force_cluster;  // tests and benchmarks: CTAs a (sequence, KV head); 0: by rule
+  int force_cluster;         // tests and benchmarks: CTAs a (sequence, KV head); 0: by rule
 };
 
 struct CompactTokensParams {

@@ -17,10 +17,10 @@ inline PageIndex index_of(const TensorView& records, int num_kv_heads, int head_
       << "head_dim is " << head_dim << "; a multiple of 8 up to 256 is needed";
   PageIndex index;
   index.records = static_cast<uint8_t*>(records.data_ptr());
-  index.row_bytes = (head_dim + 15) / 16 * 16;
+  index.row_bytes = (head_dim + 31) / 32 * 16;
   for (index.centroids = 2; index.centroids <= 8; index.centroids *= 2) {
     const int rows = num_kv_heads * index.centroids;
-    index.record_bytes = rows * index.row_bytes + (rows + 15) / 16 * 16;
+    index.record_bytes = (rows * (index.row_bytes + 5) + 15) / 16 * 16;
     if (records.size(1) == index.record_bytes) return index;
   }
   BICL_CHECK(false) << "records of " << records.size(1) << " bytes do not hold 2, 4 or 8 centroids of " << num_kv_heads
@@ -32,7 +32,7 @@ inline PageIndex index_of(const TensorView& records, const Pages& pages, int hea
   BICL_CHECK(records.size(0) == pages.num_pages)
       << "records are of " << records.size(0) << " pages, there are " << pages.num_pages;
   const PageIndex index = index_of(records, pages.num_kv_heads, head_dim, device);
-  BICL_CHECK(index.row_bytes <= pages.padded_head_dim)
+  BICL_CHECK(head_dim <= pages.padded_head_dim)
       << "head_dim is " << head_dim << ", the pages have " << pages.padded_head_dim;
   return index;
 }
@@ -51,6 +51,7 @@ inline void index_pages_api(TensorView pages, TensorView records, TensorView slo
   BICL_CHECK(k_scale > 0) << "k_scale is " << k_scale << "; a positive number is needed";
   p.slots = static_cast<const int64_t*>(slots.data_ptr());
   p.num_tokens = static_cast<int>(slots.size(0));
+  p.head_dim = static_cast<int>(head_dim);
   p.pdl = pdl && device_info(device).major >= 9;
   DeviceGuard guard(device);
   index_pages(p, current_stream(device));
@@ -127,8 +128,8 @@ inline float* scores_of(const TilesParams& p, const TensorView& scores, int devi
 }
 
 inline void set_selection(TilesParams& p, const TensorView& selected, const TensorView& selected_seqlens,
-                          const Optional<TensorView>& positions, const TensorView& sparsity, int64_t max_k,
-                          int64_t floor, int device) {
+                          const Optional<TensorView>& positions, const TensorView& sparsity, double share,
+                          int64_t max_k, int64_t floor, int device) {
   const auto table = [&](const TensorView& t, const char* name) {
     check_cuda(t, name, device);
     check_int(t, name, 32);
@@ -148,6 +149,8 @@ inline void set_selection(TilesParams& p, const TensorView& selected, const Tens
   check_contiguous(sparsity, "sparsity");
   BICL_CHECK(dtype_of(sparsity, "sparsity") == DType::kFloat32) << "sparsity must be float32";
   p.sparsity = static_cast<const float*>(sparsity.data_ptr());
+  BICL_CHECK(share >= 0 && share < 1e30) << "share is " << share << "; a finite number of at least 0 is needed";
+  p.share = static_cast<float>(share);
   BICL_CHECK(max_k >= p.rule.first + p.rule.recent)
       << "max_k is " << max_k << "; the first and recent pages alone are " << p.rule.first + p.rule.recent;
   p.rule.max_k = static_cast<int>(max_k);
@@ -179,7 +182,7 @@ inline void select_tiles_api(TensorView selected, TensorView selected_seqlens, O
   BICL_CHECK(scores.ndim() == 3) << "scores must have shape [B, num_q_heads, max_pages]";
   BICL_CHECK(selected.ndim() == 3) << "selected must have shape [B, H, max_pages]";
   set_sequences(p, page_table, cache_seqlens, selected.size(1), page_size, first, recent, device);
-  set_selection(p, selected, selected_seqlens, positions, sparsity, max_k, floor, device);
+  set_selection(p, selected, selected_seqlens, positions, sparsity, 1.0, max_k, floor, device);
   p.num_q_heads = static_cast<int>(scores.size(1));
   BICL_CHECK(p.num_kv_heads > 0 && p.num_q_heads % p.num_kv_heads == 0)
       << p.num_q_heads << " query heads do not divide among " << p.num_kv_heads << " KV heads";
@@ -195,15 +198,15 @@ inline void select_tiles_api(TensorView selected, TensorView selected_seqlens, O
 // index; 2: it may write anything.
 inline void choose_tiles_api(TensorView selected, TensorView selected_seqlens, Optional<TensorView> positions,
                              TensorView query, TensorView records, TensorView weights, TensorView page_table,
-                             TensorView cache_seqlens, TensorView sparsity, int64_t page_size, int64_t max_k,
-                             int64_t first, int64_t recent, int64_t floor, int64_t combine, double scale, int64_t pdl,
+                             TensorView cache_seqlens, TensorView sparsity, double share, int64_t page_size,
+                             int64_t max_k, int64_t first, int64_t recent, int64_t floor, int64_t combine, double scale, int64_t pdl,
                              int64_t force_cluster) {
   TilesParams p = {};
   const int device = records.device().device_id;
   BICL_CHECK(selected.ndim() == 3) << "selected must have shape [B, H, max_pages]";
   set_sequences(p, page_table, cache_seqlens, selected.size(1), page_size, first, recent, device);
   set_query(p, query, records, weights, scale, device);
-  set_selection(p, selected, selected_seqlens, positions, sparsity, max_k, floor, device);
+  set_selection(p, selected, selected_seqlens, positions, sparsity, share, max_k, floor, device);
   p.combine = combine_of(combine);
   p.pdl = pdl > 0;
   p.late_input = pdl > 1;

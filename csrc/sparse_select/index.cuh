@@ -23,12 +23,22 @@ __device__ __forceinline__ void for_completed(const IndexPagesParams& p, int fir
 }
 
 constexpr int kMaxCentroids = 8, kMaxHeadDim = 256, kMaxPageSize = 64;
+constexpr int kSteps = 15;                    // between a mean's least and greatest dim
+constexpr int kRowPadding = 2 * kChunkBytes;  // between keys: two lanes a key, no bank conflicts
+
+// Shared memory of one page's keys and the means of their clusters, beside ClusterScratch.
+inline int key_bytes(const Pages& p) {
+  return p.page_size * (p.padded_head_dim * element_bytes(p.dtype) + kRowPadding) +
+         kMaxCentroids * p.padded_head_dim * static_cast<int>(sizeof(float));
+}
 
 struct ClusterScratch {
-  float centre[kMaxHeadDim];
+  alignas(16) float centre[kMaxHeadDim];
   uint32_t distances[kIndexThreads / 32];  // of each warp's farthest key
   int keys[kIndexThreads / 32];
   int picked[kMaxCentroids];
+  int members[kMaxCentroids];
+  float2 affine[kMaxCentroids];
   uint8_t nearest[kMaxPageSize];  // of the picked keys, by key
 };
 
@@ -38,15 +48,27 @@ class KeyClusters {
   static constexpr int kElements = kChunkBytes / sizeof(Stored);
 
  public:
-  __device__ __forceinline__ KeyClusters(const Pages& pages, int64_t page, int head, ClusterScratch& scratch)
+  __device__ __forceinline__ KeyClusters(const Pages& pages, char* keys, ClusterScratch& scratch)
       : pages_(pages),
-        keys_(static_cast<const char*>(pages.data) + head_page_offset(pages, page, head)),
+        keys_(keys),
+        chunks_(pages.padded_head_dim / kElements),
+        pitch_(chunks_ * kChunkBytes + kRowPadding),
         lanes_(kIndexThreads / pages.page_size),
         key_(threadIdx.x / lanes_),
         scratch_(scratch) {}
 
+  // The page's keys, row by row.
+  __device__ __forceinline__ void load(int64_t page, int head) const {
+    const char* source = static_cast<const char*>(pages_.data) + head_page_offset(pages_, page, head);
+    const int rows = kIndexThreads / chunks_, chunk = threadIdx.x % chunks_;
+    if (pages_.tile == 64) load_rows<64>(source, threadIdx.x / chunks_, rows, chunk);
+    else load_rows<32>(source, threadIdx.x / chunks_, rows, chunk);
+    for (int c = threadIdx.x; c < kMaxCentroids; c += kIndexThreads) scratch_.members[c] = 0;
+    __syncthreads();
+  }
+
   // Of equal distances the earlier key and the earlier pick win. Ends with a barrier.
-  __device__ __forceinline__ void find(int count) {
+  __device__ __forceinline__ void find(int count) const {
     for_dims([&](int dim) {
       float sum = 0.f;
 #pragma unroll 8
@@ -63,62 +85,105 @@ class KeyClusters {
       const float here = distance();
       if (next == 0 || here < nearest) nearest = here, pick = next;
     }
-    if (threadIdx.x % lanes_ == 0) scratch_.nearest[key_] = pick;
+    if (threadIdx.x % lanes_ == 0) {
+      scratch_.nearest[key_] = pick;
+      atomicAdd(&scratch_.members[pick], 1);
+    }
     __syncthreads();
   }
 
-  // Into the page's record. A pick that no key is nearest to, being equal to an earlier one, stays as it is.
-  __device__ __forceinline__ void put(const PageIndex& index, uint8_t* record, int head) const {
-    auto* rows = reinterpret_cast<__nv_fp8_e4m3*>(record + head * index.centroids * index.row_bytes);
-    uint8_t* counts = record + pages_.num_kv_heads * index.centroids * index.row_bytes + head * index.centroids;
-    for (int dim = threadIdx.x; dim < index.row_bytes; dim += kIndexThreads) {
+  // Into the page's record: each mean in 16 steps between its least and its greatest dim. A pick that no key is nearest
+  // to, being equal to an earlier one, stands for itself.
+  __device__ __forceinline__ void put(const PageIndex& index, uint8_t* record, int head, int head_dim) const {
+    float* means = reinterpret_cast<float*>(keys_ + pages_.page_size * pitch_);
+    for (int dim = threadIdx.x; dim < head_dim; dim += kIndexThreads) {
       float sums[kMaxCentroids] = {};
-      int members[kMaxCentroids] = {};
-#pragma unroll 4
+#pragma unroll 8
       for (int key = 0; key < pages_.page_size; ++key) {
         const int own = scratch_.nearest[key];
         const float x = value(key, dim);
 #pragma unroll
         for (int c = 0; c < kMaxCentroids; ++c)
-          if (c == own) sums[c] += x, ++members[c];
+          if (c == own) sums[c] += x;
       }
 #pragma unroll
       for (int c = 0; c < kMaxCentroids; ++c) {
         if (c >= index.centroids) break;
-        const float mean = members[c] == 0 ? value(scratch_.picked[c], dim) : sums[c] / members[c];
-        rows[c * index.row_bytes + dim] = from_float<__nv_fp8_e4m3>(mean * pages_.k_scale);
-        if (dim == 0) counts[c] = members[c];
+        const int members = scratch_.members[c];
+        const float mean = members == 0 ? value(scratch_.picked[c], dim) : sums[c] / members;
+        means[c * pages_.padded_head_dim + dim] = mean * pages_.k_scale;
       }
+    }
+    __syncthreads();
+    const int rows = pages_.num_kv_heads * index.centroids, own = head * index.centroids;
+    uint8_t* affine = record + rows * index.row_bytes;
+    for (int c = threadIdx.x / 32; c < index.centroids; c += kIndexThreads / 32) {
+      float low = INFINITY, high = -INFINITY;
+      for (int dim = threadIdx.x % 32; dim < head_dim; dim += 32) {
+        low = fminf(low, means[c * pages_.padded_head_dim + dim]);
+        high = fmaxf(high, means[c * pages_.padded_head_dim + dim]);
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) {
+        low = fminf(low, __shfl_xor_sync(~0u, low, step));
+        high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+      }
+      const __half2 steps = __floats2half2_rn((high - low) / kSteps, low);
+      if (threadIdx.x % 32 == 0) {
+        scratch_.affine[c] = __half22float2(steps);
+        reinterpret_cast<__half2*>(affine)[own + c] = steps;
+        affine[rows * sizeof(__half2) + own + c] = scratch_.members[c];
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < index.centroids * index.row_bytes; i += kIndexThreads) {
+      const int c = i / index.row_bytes, byte = i - c * index.row_bytes;
+      const float2 steps = scratch_.affine[c];
+      const auto nibble = [&](int dim) {
+        if (dim >= head_dim || steps.x == 0.f) return 0;
+        const float n = (means[c * pages_.padded_head_dim + dim] - steps.y) / steps.x;
+        return __float2int_rn(fminf(fmaxf(n, 0.f), static_cast<float>(kSteps)));
+      };
+      // A word holds eight dims: the low nibbles of its bytes four, the high ones the next four.
+      const int dim = byte / 4 * 8 + byte % 4;
+      record[own * index.row_bytes + i] = nibble(dim) | nibble(dim + 4) << 4;
     }
     __syncthreads();  // the scratch may be used again
   }
 
  private:
+  template <int kTile>
+  __device__ __forceinline__ void load_rows(const char* source, int first, int step, int chunk) const {
+    if (first >= step) return;
+#pragma unroll 4
+    for (int row = first; row < pages_.page_size; row += step)
+      *reinterpret_cast<uint4*>(keys_ + row * pitch_ + chunk * kChunkBytes) = *reinterpret_cast<const uint4*>(
+          source + plane_chunk_offset(row, chunk, pages_.page_size, kTile, pages_.padded_head_dim, sizeof(Stored)));
+  }
+
   template <typename F>
   __device__ __forceinline__ void for_dims(F&& f) const {
     for (int dim = threadIdx.x; dim < pages_.padded_head_dim; dim += kIndexThreads) f(dim);
   }
-  __device__ __forceinline__ const char* chunk_of(int key, int chunk) const {
-    return keys_ +
-           plane_chunk_offset(key, chunk, pages_.page_size, pages_.tile, pages_.padded_head_dim, sizeof(Stored));
-  }
   __device__ __forceinline__ float value(int key, int dim) const {
-    return to_float(reinterpret_cast<const Stored*>(chunk_of(key, dim / kElements))[dim % kElements]);
+    return to_float(reinterpret_cast<const Stored*>(keys_ + key * pitch_)[dim]);
   }
 
-  // Squared, from the lane's key to the centre.
+  // Squared, from the lanes' key to the centre.
   __device__ __forceinline__ float distance() const {
     __syncthreads();
-    const int chunks = pages_.padded_head_dim / kElements;
     float sum = 0.f;
 #pragma unroll 4
-    for (int chunk = threadIdx.x % lanes_; chunk < chunks; chunk += lanes_) {
-      const uint4 data = *reinterpret_cast<const uint4*>(chunk_of(key_, chunk));
+    for (int chunk = threadIdx.x % lanes_; chunk < chunks_; chunk += lanes_) {
+      const uint4 data = *reinterpret_cast<const uint4*>(keys_ + key_ * pitch_ + chunk * kChunkBytes);
       const auto* values = reinterpret_cast<const Stored*>(&data);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        const float off = to_float(values[i]) - scratch_.centre[chunk * kElements + i];
-        sum = fmaf(off, off, sum);
+      for (int i = 0; i < kElements; i += 4) {
+        const float4 centre = *reinterpret_cast<const float4*>(scratch_.centre + chunk * kElements + i);
+        const float off[4] = {to_float(values[i]) - centre.x, to_float(values[i + 1]) - centre.y,
+                              to_float(values[i + 2]) - centre.z, to_float(values[i + 3]) - centre.w};
+#pragma unroll
+        for (int each = 0; each < 4; ++each) sum = fmaf(off[each], off[each], sum);
       }
     }
     for (int step = 1; step < lanes_; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
@@ -143,7 +208,8 @@ class KeyClusters {
   }
 
   const Pages& pages_;
-  const char* keys_;
+  char* keys_;
+  const int chunks_, pitch_;
   const int lanes_;  // that share a key
   const int key_;
   ClusterScratch& scratch_;
@@ -152,10 +218,11 @@ class KeyClusters {
 // The record of a page, one head's part. The whole CTA; ends with a barrier.
 template <typename Stored>
 __device__ __forceinline__ void index_page(const Pages& pages, const PageIndex& index, int64_t page, int head,
-                                           ClusterScratch& scratch) {
-  KeyClusters<Stored> clusters(pages, page, head, scratch);
+                                           int head_dim, char* keys, ClusterScratch& scratch) {
+  const KeyClusters<Stored> clusters(pages, keys, scratch);
+  clusters.load(page, head);
   clusters.find(index.centroids);
-  clusters.put(index, index.records + page * index.record_bytes, head);
+  clusters.put(index, index.records + page * index.record_bytes, head, head_dim);
 }
 
 // Grid: (groups of `tokens` tokens, KV heads).
@@ -165,9 +232,10 @@ __global__ void __launch_bounds__(kIndexThreads)
   ptx::grid_dependency_wait();
   // Only now: what is launched behind this one may read all that this one's predecessors wrote.
   ptx::grid_launch_dependents();
+  extern __shared__ __align__(16) char keys[];
   __shared__ ClusterScratch scratch;
   for_completed(p, blockIdx.x * tokens, tokens,
-                [&](int64_t page) { index_page<Stored>(p.pages, p.index, page, blockIdx.y, scratch); });
+                [&](int64_t page) { index_page<Stored>(p.pages, p.index, page, blockIdx.y, p.head_dim, keys, scratch); });
 }
 
 // A decode step's store and index in one launch: a page that a token completes has its other tokens already.
@@ -177,6 +245,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     store_and_index_kernel(const __grid_constant__ StoreKvParams p, const PageIndex index, bool vectors) {
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();  // as in store_kv_kernel
+  extern __shared__ __align__(16) char keys[];
   __shared__ ClusterScratch scratch;
   const int token = blockIdx.x, head = blockIdx.y;
   const int64_t slot = p.slots[token];
@@ -196,7 +265,7 @@ __global__ void __launch_bounds__(kIndexThreads)
   }
   if (row != p.pages.page_size - 1) return;
   __syncthreads();
-  index_page<Stored>(p.pages, index, page, head, scratch);
+  index_page<Stored>(p.pages, index, page, head, p.head_dim, keys, scratch);
 }
 
 }  // namespace bicl::sparse

@@ -70,9 +70,8 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   k.p = p;
   k.p.pdl = p.pdl && info.major >= 9;
   k.group = p.num_q_heads / p.num_kv_heads;
-  k.blocks = (k.group + 7) / 8;
+  k.blocks = (k.group + 3) / 4;
   k.steps = (p.index.row_bytes + 4 * kPieceBytes - 1) / (4 * kPieceBytes);
-  const int pages = warp_pages(work == Work::kSelect ? 2 : p.index.centroids);
   k.heads = FastDiv(p.num_kv_heads);
   k.page_log2 = p.page_size == 64 ? 6 : 5;
   const KernelRef kernel = tiles_kernel_for(work, p.index.centroids);
@@ -83,10 +82,10 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   config.stream = stream;
   const int pairs = p.sequences.batch * p.num_kv_heads;
   const auto split = [&](int splits) {
-    const int page_groups = (p.max_pages + pages - 1) / pages;
+    const int page_groups = (p.max_pages + kPages - 1) / kPages;
     k.splits = FastDiv(splits);
     const int share = std::max((page_groups + splits - 1) / splits, std::min(page_groups, kWarps));
-    k.row_stride = share * pages + 4;  // + 4: no bank conflicts among a quad's heads
+    k.row_stride = share * kPages + 4;  // + 4: no bank conflicts among a quad's heads
     config.cluster = work == Work::kChoose ? splits : 1;
     config.grid = dim3(pairs * splits);
     config.shared_bytes = TilesShared::bytes(k, work);
@@ -94,7 +93,7 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   };
   bool fits = false;
   if (work == Work::kScore) {
-    const int most = (p.max_pages + pages * kWarps - 1) / (pages * kWarps);
+    const int most = (p.max_pages + kPages * kWarps - 1) / (kPages * kWarps);
     fits = split(std::max(1, std::min(most, 2 * p.num_sms / pairs)));
   } else if (work == Work::kSelect || info.major != 9) {
     fits = split(1);
@@ -136,6 +135,7 @@ void index_pages(const IndexPagesParams& p, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3((p.num_tokens + tokens - 1) / tokens, p.pages.num_kv_heads);
   config.block = dim3(kIndexThreads);
+  config.shared_bytes = key_bytes(p.pages);
   config.pdl = p.pdl;
   config.stream = stream;
   switch (p.pages.dtype) {
@@ -152,6 +152,7 @@ void store_and_index(const StoreKvParams& p, const PageIndex& index, cudaStream_
   LaunchConfig config;
   config.grid = dim3(p.num_tokens, p.pages.num_kv_heads);
   config.block = dim3(kIndexThreads);
+  config.shared_bytes = key_bytes(p.pages);
   config.pdl = p.pdl;
   config.stream = stream;
   const bool bf16 = p.input_dtype == DType::kBFloat16;

@@ -18,26 +18,35 @@
 namespace bicl::sparse {
 
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLeast = -1e30f;  // of a page whose centroids stand for nothing
 
 enum class Work { kScore, kSelect, kChoose };
 
+// Of all but the rows of centroids 2 t and 2 t + 1 of a page, t = lane % 4; the last lanes have none where there are few.
+struct Remainder {
+  uint2 affine;     // a and b of each
+  uint32_t counts;  // keys of each, a byte
+};
+
 // Pages a warp scores at once.
-constexpr int warp_pages(int centroids) { return centroids == 8 ? 8 : 16; }
+constexpr int kPages = 16, kOctets = kPages / 8;
 
 struct TilesKernelParams {
-  TilesParams p;
-  FastDiv heads;   // KV heads
+  // What is needed first stands first: parameters come from memory a line at a time.
   FastDiv splits;  // CTAs a (sequence, KV head)
+  FastDiv heads;   // KV heads
   int group;       // query heads of one KV head
-  int blocks;      // of 8 query heads
+  int blocks;      // of 4 query heads
   int steps;       // of 4 pieces, in a row of the index
   int row_stride;  // of a head's scores in shared memory
   int page_log2;   // of tokens a page
+  TilesParams p;
 };
 
 // Shared memory beside TopKScratch.
 struct TilesShared {
   uint4* vectors;  // [blocks][steps][2][lane], the queries
+  float2* scales;  // [4 blocks], of the queries' products; sum of their elements
   uint4* queries;  // [group][head_dim] as they come
   float4* weights; // [head_dim]
   float2* stats;   // [cluster][group]: greatest score and sum of a CTA's share
@@ -57,7 +66,7 @@ struct TilesShared {
     return work == Work::kSelect ? 0 : k.p.head_dim / 4;
   }
   static int bytes(const TilesKernelParams& k, Work work) {
-    int bytes = (vector_count(k, work) + query_count(k, work) + weight_count(k, work)) * 16;
+    int bytes = (vector_count(k, work) + query_count(k, work) + weight_count(k, work)) * 16 + k.blocks * 32;
     if (work != Work::kScore)
       bytes += k.group * (kMaxCluster * 8 + 4 + k.row_stride * 4) + k.p.max_pages * 10 + 16;
     return bytes;
@@ -66,7 +75,8 @@ struct TilesShared {
     vectors = reinterpret_cast<uint4*>(base);
     queries = vectors + vector_count(k, work);
     weights = reinterpret_cast<float4*>(queries + query_count(k, work));
-    pages = reinterpret_cast<int32_t*>(weights + weight_count(k, work));
+    scales = reinterpret_cast<float2*>(weights + weight_count(k, work));
+    pages = reinterpret_cast<int32_t*>(scales + 4 * k.blocks);
     stats = reinterpret_cast<float2*>(pages + (k.p.max_pages + 3) / 4 * 4);
     factors = reinterpret_cast<float*>(stats + kMaxCluster * k.group);
     scores = factors + k.group;
@@ -78,8 +88,6 @@ struct TilesShared {
 template <int kCentroids, Work kWork>
 class TilesCta {
  public:
-  static constexpr int kPages = warp_pages(kCentroids), kOctets = kPages / 8;
-
   __device__ __forceinline__ TilesCta(const TilesKernelParams& k, char* shared)
       : k_(k), p_(k.p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), shared_(shared, k, kWork) {
     uint32_t head, rank;
@@ -129,7 +137,7 @@ class TilesCta {
     begin_ = share_begin(peers_.rank);
     end_ = share_begin(peers_.rank + 1);
     if (kWork == Work::kScore) return;
-    const float share = p_.sparsity[sequence_];
+    const float share = __fmul_rn(p_.sparsity[sequence_], p_.share);
     // tiles_to_keep(): each operation rounded, as there.
     const int skipped = static_cast<int>(floorf(__fadd_rn(__fmul_rn(static_cast<float>(count_), share), 1.f / 64)));
     const int kept = min(max(count_ - skipped, max(p_.rule.floor, p_.rule.first + p_.rule.recent)), p_.rule.max_k);
@@ -155,82 +163,89 @@ class TilesCta {
   }
 
   // --- scores ------------------------------------------------------------------------------------------------------
-  // The lane's of the pages from `first` on; -1 where there is nothing to score.
-  __device__ __forceinline__ int32_t page_at(int first) const {
-    const int position = first + lane_ % kPages;
-    return position >= begin_ && position < end_counted() ? table()[position] : -1;
+  // The lane's of `span` pages from `first` on; -1 where there is nothing to score.
+  __device__ __forceinline__ int32_t page_at(int first, int span) const {
+    const int place = lane_ % kPages, position = first + place;
+    return place < span && position < end_counted() ? table()[position] : -1;
   }
 
-  // Record of page g of eight.
-  __device__ __forceinline__ const uint8_t* record(int32_t page, int octet) const {
-    const int32_t id = __shfl_sync(~0u, page, 8 * octet + lane_ / 4);
-    return id < 0 ? nullptr : p_.index.records + id * p_.index.record_bytes;
+  // Eight pages on their way, of which the lane has a part of page g.
+  struct Octet {
+    const uint8_t* record;  // null: nothing to score
+    Remainder remainder;
+    PagePieces<kCentroids> pieces;
+  };
+
+  __device__ __forceinline__ void load(Octet& octet, int32_t page, int first_lane) const {
+    const int32_t id = __shfl_sync(~0u, page, first_lane + lane_ / 4);
+    octet.record = id < 0 ? nullptr : p_.index.records + id * p_.index.record_bytes;
+    octet.remainder = load_remainder(octet.record);
+    load_rows(octet, 0);
+  }
+  __device__ __forceinline__ void load_rows(Octet& octet, int step) const {
+    const int row_bytes = p_.index.row_bytes;
+    const uint8_t* rows = octet.record == nullptr ? nullptr : octet.record + head_ * kCentroids * row_bytes;
+    load_pieces(octet.pieces, rows, row_bytes, step, lane_);
   }
 
+  // An octet is scored while the other's rows come.
   __device__ __forceinline__ void score() {
-    const int row_bytes = p_.index.row_bytes, own_rows = head_ * kCentroids * row_bytes;
-    const int own_counts = p_.num_kv_heads * kCentroids * row_bytes + head_ * kCentroids;
-    int first = begin_ + warp_ * kPages;
-    int32_t page = page_at(first);
+    const int span = end_ - begin_ <= kWarps * 8 ? 8 : kPages;  // of a warp
+    int first = begin_ + warp_ * span, next = first + kWarps * span;
+    int32_t page = page_at(first, span);
     fetch();
-    bool ready = false;
-#pragma unroll 1
-    do {
-      const uint8_t* records[kOctets];
-      Counts counts[kOctets];
+    Octet octets[kOctets];
 #pragma unroll
-      for (int octet = 0; octet < kOctets; ++octet) {
-        records[octet] = record(page, octet);
-        counts[octet] = load_counts(records[octet], own_counts);
+    for (int i = 0; i < kOctets; ++i) load(octets[i], page, 8 * i);
+    page = page_at(next, span);
+    prepare();
+#pragma unroll 1
+    while (first < end_) {
+#pragma unroll
+      for (int i = 0; i < kOctets; ++i) {
+        if (8 * i < span && first + 8 * i < end_) score(octets[i], first + 8 * i);
+        if (next < end_) load(octets[i], page, 8 * i);
       }
-      page = page_at(first + kWarps * kPages);
-      PagePieces<kCentroids> pieces[kOctets];
-#pragma unroll 1
-      for (int block = 0; block < k_.blocks; ++block) {
-        float acc[kOctets][kCentroids / 2][4] = {};
-#pragma unroll 1
-        for (int step = 0; step < k_.steps; step += kSteps) {
-          if (block == 0 || k_.steps > kSteps)
-#pragma unroll
-            for (int octet = 0; octet < kOctets; ++octet)
-              load_pieces(pieces[octet], records[octet] == nullptr ? nullptr : records[octet] + own_rows, row_bytes, step,
-                          lane_);
-          if (!ready) prepare();
-          ready = true;
-          const uint4* vectors = shared_.vectors + (block * k_.steps + step) * 64;
-#pragma unroll
-          for (int octet = 0; octet < kOctets; ++octet)
-            multiply(acc[octet], pieces[octet], vectors, k_.steps - step, lane_);
-        }
-#pragma unroll
-        for (int octet = 0; octet < kOctets; ++octet) put_scores(acc[octet], counts[octet], block * 8, first + 8 * octet);
-      }
-      first += kWarps * kPages;
-    } while (first < end_);
+      first = next;
+      next += kWarps * span;
+      page = page_at(next, span);
+    }
     __syncthreads();
   }
 
-  // Keys of each centroid of a page, a byte each.
-  using Counts = std::conditional_t<kCentroids == 8, uint64_t, uint32_t>;
-  __device__ __forceinline__ Counts load_counts(const uint8_t* record, int offset) const {
-    if (record == nullptr) return 0;
-    if constexpr (kCentroids == 8) return __ldg(reinterpret_cast<const unsigned long long*>(record + offset));
-    else if constexpr (kCentroids == 4) return __ldg(reinterpret_cast<const uint32_t*>(record + offset));
-    else return __ldg(reinterpret_cast<const uint16_t*>(record + offset));
+  __device__ __forceinline__ void score(Octet& octet, int first) const {
+#pragma unroll 1
+    for (int block = 0; block < k_.blocks; ++block) {
+      int acc[kCentroids / 2][4] = {};
+#pragma unroll 1
+      for (int step = 0; step < k_.steps; ++step) {
+        if (k_.steps > 1 && block + step > 0) load_rows(octet, step);
+        multiply(acc, octet.pieces, shared_.vectors + (block * k_.steps + step) * 64, lane_);
+      }
+      put_scores(acc, octet.remainder, block * 4, first);
+    }
+  }
+
+  __device__ __forceinline__ Remainder load_remainder(const uint8_t* record) const {
+    const int rows = p_.num_kv_heads * kCentroids, own = head_ * kCentroids + lane_ % 4 * 2;
+    if (record == nullptr || lane_ % 4 * 2 >= kCentroids) return {};
+    const uint8_t* affine = record + rows * p_.index.row_bytes;
+    return {__ldg(reinterpret_cast<const uint2*>(affine + own * 4)),
+            __ldg(reinterpret_cast<const uint16_t*>(affine + rows * 4 + own))};
   }
 
   // Small reads go ahead of the rows: behind them, memory answers after microseconds.
   __device__ __forceinline__ void fetch() const {
-    for (int i = threadIdx.x; i < p_.head_dim / 4; i += kThreads)
-      ptx::cp_async_16(ptx::smem_address(shared_.weights + i), p_.weights + 4 * i);
-    if (kWork == Work::kChoose && peers_.rank == 0) fetch_table();
+    if (threadIdx.x < p_.head_dim / 4)
+      ptx::cp_async_16(ptx::smem_address(shared_.weights + threadIdx.x), p_.weights + 4 * threadIdx.x);
     if (p_.pdl) ptx::grid_dependency_wait();
     const int chunks = p_.head_dim / 8;
-    const auto* query = static_cast<const uint16_t*>(p_.query) + sequence_ * p_.query_token_stride +
-                        static_cast<int64_t>(head_ * k_.group) * p_.query_head_stride;
-    for (int i = threadIdx.x; i < k_.group * chunks; i += kThreads)
-      ptx::cp_async_16(ptx::smem_address(shared_.queries + i),
-                       query + i / chunks * p_.query_head_stride + i % chunks * 8);
+#pragma unroll 1
+    for (int query_head = warp_; query_head < k_.group; query_head += kWarps)
+      if (lane_ < chunks)
+        ptx::cp_async_16(ptx::smem_address(shared_.queries + query_head * chunks + lane_),
+                         static_cast<const uint16_t*>(p_.query) + sequence_ * p_.query_token_stride +
+                             static_cast<int64_t>(head_ * k_.group + query_head) * p_.query_head_stride + lane_ * 8);
     ptx::cp_async_commit();
   }
 
@@ -239,37 +254,48 @@ class TilesCta {
     __syncthreads();
     put_queries();
     __syncthreads();
+    if (kWork == Work::kChoose && peers_.rank == 0) fetch_table();  // for select()
+    ptx::cp_async_commit();
   }
 
   __device__ __forceinline__ void fetch_table() const {
+#pragma unroll 1
     for (int i = threadIdx.x; i < count_; i += kThreads)
       ptx::cp_async_4(ptx::smem_address(shared_.pages + i), table() + i);
   }
 
-  // Of page g of eight, from `first` on: log-sum-exp over its centroids, in bits.
-  __device__ __forceinline__ void put_scores(const float (&acc)[kCentroids / 2][4], Counts counts, int first_head,
-                                             int first) const {
-    const int position = first + lane_ / 4;
-    const float scale = p_.scale * kLog2e;
-#pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      float values[kCentroids], most = -INFINITY, sum = 0.f;
-#pragma unroll
-      for (int c = 0; c < kCentroids; ++c) {
-        values[c] = acc[c / 2][c % 2 * 2 + column] * scale;
-        if (count_of(counts, c) != 0) most = fmaxf(most, values[c]);
-      }
-#pragma unroll
-      for (int c = 0; c < kCentroids; ++c)
-        if (count_of(counts, c) != 0) sum += count_of(counts, c) * ptx::exp2_approx(values[c] - most);
-      const float score = most + __log2f(sum);
-      const int query_head = first_head + lane_ % 4 * 2 + column;
-      if (query_head >= k_.group || position >= end_) continue;
-      if (kWork == Work::kScore) scores_of(query_head)[position] = score / kLog2e;
-      else shared_.scores[query_head * k_.row_stride + position - begin_] = score;
-    }
+  static __device__ __forceinline__ float2 halves(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   }
-  static __device__ __forceinline__ int count_of(Counts counts, int c) { return counts >> 8 * c & 0xff; }
+
+  // Of page g of eight, from `first` on: log-sum-exp over its centroids, in bits. Query head t of four.
+  __device__ __forceinline__ void put_scores(const int (&acc)[kCentroids / 2][4], const Remainder& remainder,
+                                             int first_head, int first) const {
+    const int query_head = first_head + lane_ % 4, position = first + lane_ / 4;
+    const float2 query = shared_.scales[query_head];
+    const __half2 sizes = __floats2half2_rn(__log2f(static_cast<float>(remainder.counts & 0xff)),
+                                            __log2f(static_cast<float>(remainder.counts >> 8)));
+    float values[kCentroids], most = kLeast, sum = 0.f;
+#pragma unroll
+    for (int pair = 0; pair < kCentroids / 2; ++pair) {
+      const int from = lane_ / 4 * 4 + pair;
+      const float2 first = halves(__shfl_sync(~0u, remainder.affine.x, from));
+      const float2 second = halves(__shfl_sync(~0u, remainder.affine.y, from));
+      const float2 size = halves(__shfl_sync(~0u, *reinterpret_cast<const uint32_t*>(&sizes), from));
+      const int (&product)[4] = acc[pair];
+      values[2 * pair] = fmaf(query.x * first.x, static_cast<float>(kQueryStep * product[0] + product[1]),
+                              fmaf(query.y, first.y, size.x));
+      values[2 * pair + 1] = fmaf(query.x * second.x, static_cast<float>(kQueryStep * product[2] + product[3]),
+                                  fmaf(query.y, second.y, size.y));
+      most = fmaxf(most, fmaxf(values[2 * pair], values[2 * pair + 1]));
+    }
+#pragma unroll
+    for (int c = 0; c < kCentroids; ++c) sum += ptx::exp2_approx(values[c] - most);
+    if (query_head >= k_.group || position >= end_) return;
+    const float score = most + __log2f(sum);
+    if (kWork == Work::kScore) scores_of(query_head)[position] = score / kLog2e;
+    else shared_.scores[query_head * k_.row_stride + position - begin_] = score;
+  }
 
   __device__ __forceinline__ void read_scores() const {
 #pragma unroll 1
@@ -279,37 +305,57 @@ class TilesCta {
         shared_.scores[query_head * k_.row_stride + i] = scores_of(query_head)[i] * kLog2e;
     fetch_table();
     ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
     __syncthreads();
   }
 
-  // The queries of the group, weighted, in fp16, as vectors for multiply().
+  // The queries of the group, weighted, as integers of 15 bits in two columns, for multiply(). A warp a head, a lane the
+  // eight elements of a word.
   __device__ __forceinline__ void put_queries() const {
-    const int total = 2 * k_.blocks * k_.steps;
+    const int words = p_.index.row_bytes / 4;
 #pragma unroll 1
-    for (int item = warp_; item < total; item += kWarps) {
-      int block = 0, step = item / 2;
-      while (step >= k_.steps) step -= k_.steps, ++block;
-      const int query_head = block * 8 + lane_ / 4;
-      const int dim = (4 * step + lane_ % 4) * kPieceBytes + item % 2 * 8;
-      uint4 packed = make_uint4(0, 0, 0, 0);
-      if (query_head < k_.group && dim < p_.head_dim) {
-        const float4 weights[2] = {shared_.weights[dim / 4], shared_.weights[dim / 4 + 1]};
-        const uint4 raw = shared_.queries[(query_head * p_.head_dim + dim) / 8];
-        packed = p_.query_dtype == DType::kBFloat16 ? weighted<__nv_bfloat16>(raw, weights)
-                                                    : weighted<__half>(raw, weights);
+    for (int query_head = warp_; query_head < k_.group; query_head += kWarps) {
+      float values[8] = {};
+      if (lane_ * 8 < p_.head_dim) {
+        const float4 weights[2] = {shared_.weights[lane_ * 2], shared_.weights[lane_ * 2 + 1]};
+        const uint4 raw = shared_.queries[query_head * p_.head_dim / 8 + lane_];
+        const float each[8] = {weights[0].x, weights[0].y, weights[0].z, weights[0].w,
+                               weights[1].x, weights[1].y, weights[1].z, weights[1].w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          values[i] = each[i] * (p_.query_dtype == DType::kBFloat16
+                                     ? to_float(reinterpret_cast<const __nv_bfloat16*>(&raw)[i])
+                                     : to_float(reinterpret_cast<const __half*>(&raw)[i]));
       }
-      shared_.vectors[item * 32 + lane_] = packed;
+      float most = 0.f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(values[i]));
+      most = warp_max(most);
+      const float step = most / kQueryMost, inverse = most > 0.f ? kQueryMost / most : 0.f;
+      uint32_t columns[2][2] = {};
+      int sum = 0;
+      const auto put = [&](int half, int i, int whole) {
+        const int first = (whole + kQueryStep / 2) >> 7;
+        columns[0][half] |= static_cast<uint32_t>(first & 0xff) << 8 * i;
+        columns[1][half] |= static_cast<uint32_t>((whole - kQueryStep * first) & 0xff) << 8 * i;
+      };
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int low = __float2int_rn(values[i] * inverse), high = __float2int_rn(values[i + 4] * inverse);
+        sum += low + high;
+        put(0, i, 16 * low - high);
+        put(1, i, high);
+      }
+      sum = __reduce_add_sync(~0u, sum);
+      // Word lane % 4 of piece lane / 4, which is thread t's of the step.
+      if (lane_ < words) {
+        auto* pairs = reinterpret_cast<uint2*>(shared_.vectors + (query_head / 4 * k_.steps + lane_ / 16) * 64);
+        uint2* at = pairs + (lane_ % 4 / 2 * 32 + query_head % 4 * 8 + lane_ / 4 % 4) * 2 + lane_ % 2;
+        at[0] = make_uint2(columns[0][0], columns[0][1]);
+        at[4 * 2] = make_uint2(columns[1][0], columns[1][1]);
+      }
+      const float scale = p_.scale * kLog2e * step;
+      if (lane_ == 0) shared_.scales[query_head] = make_float2(scale / 16, scale * static_cast<float>(sum));
     }
-  }
-  template <typename T>
-  static __device__ __forceinline__ uint4 weighted(const uint4& raw, const float4 (&weights)[2]) {
-    const auto* values = reinterpret_cast<const T*>(&raw);
-    const auto pair = [&](int i, float first, float second) {
-      return ptx::pack(to_float(values[i]) * first, to_float(values[i + 1]) * second, __half{});
-    };
-    return make_uint4(pair(0, weights[0].x, weights[0].y), pair(2, weights[0].z, weights[0].w),
-                      pair(4, weights[1].x, weights[1].y), pair(6, weights[1].z, weights[1].w));
   }
 
   // --- combining -----------------------------------------------------------------------------------------------------
@@ -379,6 +425,7 @@ class TilesCta {
   }
 
   __device__ __forceinline__ void select(TopKScratch& scratch) const {
+    ptx::cp_async_wait<0>();  // the page table; barriers follow
     const int need = keep_ - (count_ - (end_competing_ - first_competing_));
     const Cut cut = need > 0 ? find_cut(shared_.keys, first_competing_, end_competing_, need, scratch) : Cut{kAlways - 1, 0};
     list_taken(shared_.keys, count_, cut, shared_.list, scratch);

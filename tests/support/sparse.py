@@ -20,7 +20,7 @@ from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import CENTROID_TOKENS
 
 UNSET = 0xFF
-"""NaN as e4m3."""
+"""NaN as float16."""
 
 LENGTHS = {
     "edges": [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 700],
@@ -69,9 +69,9 @@ def indexed_step(
 
 
 def unpadded(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """What of the records is written: centroids and counts."""
+    """What of the records is written."""
     rows = layout.num_kv_heads * layout.page_size // CENTROID_TOKENS
-    return records[:, : rows * (-(-layout.head_dim // 16) * 16 + 1)]
+    return records[:, : rows * (-(-layout.head_dim // 32) * 16 + 5)]
 
 
 def choose(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
-from bicl.ops.cpu.sparse import EMPTY
+from bicl.ops.cpu.sparse import EMPTY, cluster_means, quantise_rows, stored_rows
 from bicl.sparse.sgm import (
     CENTROID_TOKENS,
     GATE_DIM,
@@ -32,9 +32,11 @@ class LayerIndex:
     Attributes:
         layer: the pages it describes.
         vectors: a record a page; those of pages that are not full hold anything. ``centroids``:
-            uint8 ``[num_pages, n]``, of which e4m3 ``[H, C, D16]`` are the means of clusters of the
-            page's keys (D16: D rounded up to 16, with zeros), then uint8 ``[H, C]`` the keys in
-            each, then nothing up to a multiple of 16. ``bounds``: ``[num_pages, H, 2, D]``, minimum
+            uint8 ``[num_pages, n]``, for each head and centroid ``[H, C]``: the dims of the mean of
+            a cluster of the page's keys as 4-bit steps (rows of D32 / 2 bytes, D32: D rounded up to
+            32; of each word's bytes the low nibbles are four dims, the high ones the next four);
+            then float16 ``[H, C, 2]``, step and least value; then uint8 ``[H, C]``, the keys in it;
+            then nothing up to a multiple of 16. ``bounds``: ``[num_pages, H, 2, D]``, minimum
             and maximum of each dim over the keys. ``gate``: ``[num_pages, H, 1, R]``, the mean of
             their gated directions. The latter two are of the model's dtype.
         kind: ``centroids``, ``bounds`` or ``gate``.
@@ -62,9 +64,11 @@ class LayerIndex:
 
     def describe(self, keys: torch.Tensor) -> torch.Tensor:
         """Records of full pages of keys, float32 ``[n, H, page_size, D]``."""
+        if self.kind == "centroids":
+            rows = cluster_means(keys, keys.shape[2] // CENTROID_TOKENS)
+            return _pack_centroids(*quantise_rows(rows[..., :-1]), rows[..., -1])
         if self.kind in PAGE_GATES:
-            rows = PAGE_GATES[self.kind].describe(keys)
-            return _pack_centroids(rows) if self.kind == "centroids" else rows.to(self.dtype)
+            return PAGE_GATES[self.kind].describe(keys).to(self.dtype)
         assert self.key_weight is not None
         gated = (keys.to(self.key_weight.dtype) @ self.key_weight.t()).float()
         return F.normalize(gated, dim=-1).mean(dim=2, keepdim=True).to(self.dtype)
@@ -142,8 +146,7 @@ def _stored(kind: str, dtype: torch.dtype) -> torch.dtype:
 def _shape(layout: PageLayout, kind: str) -> tuple[int, ...]:
     """Of one page's record."""
     if kind == "centroids":
-        rows = prod(_centroids(layout))
-        return (rows * _up_to_16(layout.head_dim) + _up_to_16(rows),)
+        return (_up_to(16, prod(_centroids(layout)) * (_row_bytes(layout.head_dim) + 5)),)
     rows_and_dims = (2, layout.head_dim) if kind == "bounds" else (1, GATE_DIM)
     return (layout.num_kv_heads, *rows_and_dims)
 
@@ -153,25 +156,36 @@ def _centroids(layout: PageLayout) -> tuple[int, int]:
     return layout.num_kv_heads, layout.page_size // CENTROID_TOKENS
 
 
-def _up_to_16(size: int) -> int:
-    return -(-size // 16) * 16
+def _row_bytes(head_dim: int) -> int:
+    return _up_to(32, head_dim) // 2
 
 
-def _pack_centroids(rows: torch.Tensor) -> torch.Tensor:
-    """Records of ``centroid_rows``, float32 ``[n, H, C, D + 1]``."""
-    means, counts = rows[..., :-1], rows[..., -1].exp().round().byte()
-    padded = F.pad(means, (0, -means.shape[-1] % 16)).to(torch.float8_e4m3fn)
-    packed = torch.cat((padded.view(torch.uint8).flatten(1), counts.flatten(1)), dim=1)
-    return F.pad(packed, (0, -counts[0].numel() % 16))
+def _up_to(multiple: int, size: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _pack_centroids(
+    steps: torch.Tensor, affine: torch.Tensor, log_sizes: torch.Tensor
+) -> torch.Tensor:
+    """Records of uint8 ``[n, H, C, D]``, float16 ``[n, H, C, 2]`` and float32 ``[n, H, C]``."""
+    padded = F.pad(steps, (0, -steps.shape[-1] % 32))
+    words = padded.view(*padded.shape[:-1], -1, 2, 4)
+    rows = words[..., 0, :] | words[..., 1, :] << 4
+    sizes = log_sizes.exp().round().byte()
+    parts = (rows.flatten(1), affine.flatten(1).view(torch.uint8), sizes.flatten(1))
+    packed = torch.cat(parts, dim=1)
+    return F.pad(packed, (0, -packed.shape[1] % 16))
 
 
 def unpack_centroids(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     """``centroid_rows``, float32 ``[..., H, C, D + 1]``, of records uint8 ``[..., n]``."""
-    shape: tuple[int, ...] = _centroids(layout)
-    rows, row_bytes = prod(shape), _up_to_16(layout.head_dim)
-    means = records[..., : rows * row_bytes].contiguous().view(torch.float8_e4m3fn).float()
-    counts = records[..., rows * row_bytes : rows * (row_bytes + 1)].float()
-    sizes = torch.where(counts > 0, counts.log(), EMPTY)
-    shape = (*records.shape[:-1], *shape)
-    centres = means.view(*shape, row_bytes)[..., : layout.head_dim]
-    return torch.cat((centres, sizes.view(*shape, 1)), dim=-1)
+    count, row_bytes = prod(_centroids(layout)), _row_bytes(layout.head_dim)
+    shape = (*records.shape[:-1], *_centroids(layout))
+    rows = records[..., : count * row_bytes]
+    affine = records[..., count * row_bytes : count * (row_bytes + 4)]
+    sizes = records[..., count * (row_bytes + 4) : count * (row_bytes + 5)]
+    words = rows.reshape(*shape, -1, 4)
+    steps = torch.stack((words & 15, words >> 4), dim=-2).flatten(-3)[..., : layout.head_dim]
+    ranges = affine.contiguous().view(torch.float16).reshape(*shape, 2)
+    logs = torch.where(sizes > 0, sizes.float().log(), EMPTY)
+    return stored_rows(steps, ranges, logs.reshape(shape))

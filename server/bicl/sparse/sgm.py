@@ -41,7 +41,7 @@ __all__ = [
 
 GATE_DIM = 128
 MAX_PARAMETERS = 4_999
-CENTROID_TOKENS = 16
+CENTROID_TOKENS = 8
 """Tokens of a page for each centroid of its index."""
 START_SLACK = 0.5
 """Start weight of a box's half width. 1 is Quest's upper bound; at 64 keys a box half of it ranks

@@ -23,6 +23,8 @@ from bicl.ops.cpu.sparse import (
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import PAGE_GATES, BoundGate, CentroidGate, SpatialGate
 
+E4M3_MAX = 448.0
+
 __all__ = ["VARIANTS", "Choice", "DecodeRows", "kept_keys"]
 
 
@@ -102,13 +104,10 @@ def _centroids_of(
     return kept
 
 
-def _rows_of_four_bits(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """Centroids in 16 equal steps between the least and the greatest of their elements."""
+def _rows_of_e4m3(keys: torch.Tensor, count: int) -> torch.Tensor:
     rows = cluster_means(keys, count)
-    means, sizes = rows[..., :-1], rows[..., -1:]
-    least = means.amin(dim=-1, keepdim=True).half().float()
-    step = ((means.amax(dim=-1, keepdim=True) - least) / 15).clamp_min(2**-14).half().float()
-    return torch.cat((least + step * ((means - least) / step).round().clamp(0, 15), sizes), dim=-1)
+    means = rows[..., :-1].clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+    return torch.cat((means, rows[..., -1:]), dim=-1)
 
 
 def _bounds(rows: DecodeRows, choice: Choice) -> torch.Tensor:
@@ -188,9 +187,9 @@ def _oracle_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "centroids": _centroids,
-    "centroids-4": _centroids_of(16, centroid_rows),
-    "centroids-8": _centroids_of(8, centroid_rows),
-    "centroids-8-int4": _centroids_of(8, _rows_of_four_bits),
+    "centroids-4": _centroids_of(16, _rows_of_e4m3),
+    "centroids-8": _centroids_of(8, _rows_of_e4m3),
+    "centroids-8-int4": _centroids_of(8, centroid_rows),
     "bounds": _bounds,
     "bounds-16": _bounds_16,
     "gate": _gate,

@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bicl.cache.layout import PageLayout
-from bicl.ops.cpu.sparse import bound_scores, centroid_rows, centroid_scores, select_tiles
+from bicl.ops.cpu.sparse import (
+    bound_scores,
+    centroid_rows,
+    centroid_scores,
+    cluster_means,
+    quantise_rows,
+    select_tiles,
+)
 from bicl.sparse.config import COMBINES, HySparseConfig
-from bicl.sparse.selection import SelectionRule, least_skipped, tiles_to_keep
+from bicl.sparse.selection import SelectionRule, least_skipped, tiles_by_layer, tiles_to_keep
 
 
 def keep(num_tiles: list[int], sparsity: float, rule: SelectionRule) -> list[int]:
@@ -54,6 +61,12 @@ def test_choosing_must_save_some_megabytes_on_a_gpu() -> None:
     assert least_skipped(HySparseConfig(), PageLayout(8, 128, torch.float8_e4m3fn, 64), cuda) == 245
     assert least_skipped(HySparseConfig(min_skipped_mb=0), layout, cuda) == 1
     assert least_skipped(HySparseConfig(), layout, cpu) == 1
+
+
+def test_layers_keep_by_their_shares_of_a_rows_sparsity() -> None:
+    tiles, sparsity = torch.tensor([100, 100], dtype=torch.int32), torch.tensor([0.5, 0.0])
+    kept = tiles_by_layer(tiles, sparsity, rule(), torch.tensor([1.0, 1.5, 3.0]))
+    assert kept.tolist() == [[50, 100], [25, 100], [3, 100]]
 
 
 def test_windows_of_64_tokens_are_two_pages_of_32() -> None:
@@ -180,7 +193,9 @@ def slow_centroids(keys: torch.Tensor, count: int) -> torch.Tensor:
     rows = []
     for cluster in range(count):
         own = points[[t for t, c in enumerate(owner) if c == cluster]]
-        mean = own.mean(0).float().to(torch.float8_e4m3fn).float()
+        mean = own.mean(0).float()
+        least, step = mean.min().half().float(), ((mean.max() - mean.min()) / 15).half().float()
+        mean = ((mean - least) / step).round().clamp(0, 15) * step + least
         rows.append(torch.cat((mean, torch.tensor([float(len(own))]).log())))
     return torch.stack(rows).float()
 
@@ -201,10 +216,22 @@ def test_centroids_follow_their_definition(count: int) -> None:
 def test_a_key_unlike_the_others_has_a_centroid_to_itself() -> None:
     keys = torch.randn(1, 1, 64, 32, generator=torch.Generator().manual_seed(0))
     keys[0, 0, 41] *= 6.0
-    rows = centroid_rows(keys, 4)[0, 0]
-    assert torch.equal(rows[0, :-1], keys[0, 0, 41].to(torch.float8_e4m3fn).float())
+    rows = cluster_means(keys, 4)[0, 0]
+    assert torch.equal(rows[0, :-1], keys[0, 0, 41])
     assert rows[0, -1] == 0.0
     assert float(rows[:, -1].exp().sum()) == pytest.approx(64)
+
+
+def test_a_row_keeps_its_ends_and_is_off_by_half_a_step_at_most() -> None:
+    means = torch.randn(7, 64, generator=torch.Generator().manual_seed(0)) * 3
+    means[3] = 2.0  # no range
+    steps, affine = quantise_rows(means)
+    assert steps.dtype == torch.uint8
+    assert (int(steps.min()), int(steps.max())) == (0, 15)
+    kept = steps.float() * affine[:, :1].float() + affine[:, 1:].float()
+    half = affine[:, :1].float() / 2 + 0.01  # and what float16 rounds
+    assert bool(((kept - means).abs() <= half).all())
+    assert torch.equal(kept[3], means[3])
 
 
 def test_identical_keys_weigh_as_much_as_they_are() -> None:
@@ -217,7 +244,8 @@ def test_identical_keys_weigh_as_much_as_they_are() -> None:
 
 def test_as_many_centroids_as_keys_give_the_true_mass() -> None:
     keys = torch.randn(5, 2, 32, 16, generator=torch.Generator().manual_seed(1))
-    keys = keys.to(torch.float8_e4m3fn).float()
+    keys = keys.clamp(-2, 2).mul(3.5).round()
+    keys[..., 0], keys[..., 1] = -7.0, 8.0  # exact in steps of one
     query = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(2))
     rows = centroid_rows(keys, 32).transpose(0, 1)[None]
     scores = centroid_scores(query, rows, torch.ones(1, 16), 0.25).view(2, 2, 5)

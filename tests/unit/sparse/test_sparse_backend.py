@@ -174,23 +174,12 @@ def test_centroids_are_of_the_keys_as_stored(page_size: int, tile: int) -> None:
     pages = step.meta.page_table[0, :3].long()
     own = keys[: page_size * 3].view(3, page_size, 3, 80).transpose(1, 2)
     records = backend.indexes[0].vectors
-    rows = 3 * (page_size // 16)
-    assert records.shape[1] == rows * 80 + -(-rows // 16) * 16
-    expected = centroid_rows(own, page_size // 16)
+    rows = 3 * (page_size // 8)
+    assert records.shape[1] == -(-rows * (48 + 5) // 16) * 16
+    expected = centroid_rows(own, page_size // 8)
     found = unpack_centroids(records[pages], layout)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    assert not records[pages, rows * 81 :].any()
-
-
-def test_centroids_too_large_for_their_dtype_are_its_largest() -> None:
-    layout = PageLayout(1, 64, torch.bfloat16)
-    step = decode_step((64,), layout)
-    step.key[5] = 1000.0
-    backend = sparse_backend(step.layer, "centroids")
-    filled(step, backend)
-    rows = unpack_centroids(backend.indexes[0].vectors[step.meta.page_table[0, :1].long()], layout)
-    assert rows.max() == 448.0
-    assert rows.isfinite().all()
+    assert not records[pages, rows * 53 :].any()
 
 
 @pytest.mark.parametrize("kind", ["centroids", "bounds"])
@@ -208,7 +197,7 @@ def test_a_page_written_again_is_indexed_again(kind: str) -> None:
 
     before = described()
     backend.store(step.layer, step.key[:64] * 2, step.value[:64], step.slots[:64])
-    torch.testing.assert_close(described(), 2 * before, rtol=0, atol=2**-9)  # e4m3's least
+    torch.testing.assert_close(described(), 2 * before, rtol=2**-9, atol=2**-9)  # float16's
 
 
 @pytest.mark.parametrize("kind", ["centroids", "bounds", "gate"])

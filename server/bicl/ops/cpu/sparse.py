@@ -28,11 +28,14 @@ __all__ = [
     "cluster_means",
     "combine_heads",
     "index_pages",
+    "quantise_rows",
     "score_tiles",
     "select_tiles",
+    "stored_rows",
 ]
 
-E4M3_MAX = 448.0
+STEPS = 15
+"""Between the least and the greatest dim of a centroid: 4 bits."""
 EMPTY = -30.0
 """Logarithm of the size of a cluster without keys: nothing beside the cluster whose key it has."""
 
@@ -112,11 +115,31 @@ def bound_scores(
 
 
 def centroid_rows(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """:func:`cluster_means`, the means rounded to e4m3 (448 at most), in which an index holds
-    them."""
+    """What an index keeps of :func:`cluster_means`: the means as they are stored."""
     rows = cluster_means(keys, count)
-    means = rows[..., :-1].clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return torch.cat((means, rows[..., -1:]), dim=-1)
+    return stored_rows(*quantise_rows(rows[..., :-1]), rows[..., -1])
+
+
+def quantise_rows(means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row in 16 steps between its least and its greatest element.
+
+    Args:
+        means: float32 ``[..., D]``.
+
+    Returns:
+        Steps uint8 ``[..., D]`` and float16 ``[..., 2]``: an element is ``steps * a + b``.
+    """
+    low, high = means.amin(dim=-1), means.amax(dim=-1)
+    affine = torch.stack(((high - low) / STEPS, low), dim=-1).half()
+    step, least = affine.float().unsqueeze(-2).unbind(dim=-1)
+    steps = ((means - least) / torch.where(step > 0, step, 1.0)).round().clamp(0, STEPS)
+    return torch.where(step > 0, steps, 0.0).byte(), affine
+
+
+def stored_rows(steps: torch.Tensor, affine: torch.Tensor, log_sizes: torch.Tensor) -> torch.Tensor:
+    """float32 ``[..., D + 1]`` of what :func:`quantise_rows` made and the clusters' sizes."""
+    step, least = affine.float().unsqueeze(-2).unbind(dim=-1)
+    return torch.cat((steps.float() * step + least, log_sizes[..., None]), dim=-1)
 
 
 def cluster_means(keys: torch.Tensor, count: int) -> torch.Tensor:

@@ -217,13 +217,10 @@ def choose_tiles(
         deterministic: the choice for a sequence depends on nothing but itself.
         force_cluster: tests and benchmarks.
     """
-    if index.share != 1.0:
-        sparsity = sparsity * index.share
-        after_store = False  # the kernel ahead is this product, whose result is read at once
     num_kv_heads = layer.layout.num_kv_heads
     if not (force_cluster or _has_clusters(query.device)):
         scores = score_tiles(query, layer, index, page_table, cache_seqlens, scale)
-        place = (page_table, cache_seqlens, sparsity)
+        place = (page_table, cache_seqlens, sparsity * index.share)
         return select_tiles(scores, *place, rule, num_kv_heads, combine, positions)
     selected, lengths = _outputs(num_kv_heads, page_table)
     library.module().choose_tiles(
@@ -236,6 +233,7 @@ def choose_tiles(
         page_table,
         cache_seqlens,
         sparsity,
+        index.share,
         rule.page_size,
         rule.max_k,
         rule.first,
