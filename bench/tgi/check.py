@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,13 @@ TIE = 0.3  # log-probability by which bf16 may prefer another token than bf16 in
 TIE_BESIDE_FLOAT32 = 1.0  # the same beside float32; a wrong token is several less likely
 
 
-def check(name: str) -> list[dict[str, Any]]:
-    """One row a case of a scenario; ``problem`` is empty if it held."""
+def check(name: str, only: Collection[str] = ()) -> list[dict[str, Any]]:
+    """One row a case of a scenario; ``problem`` is empty if it held. ``only``: of these cases."""
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for case, problem in _cases(name, Path(folder)):
+            for case, problem in _cases(name, Path(folder), only):
                 print(f"{'FAIL' if problem else 'ok':<5}{name} {case} {problem[:400]}", flush=True)
                 rows.append({"op": "check", "scenario": name, "case": case, "problem": problem})
         except Exception as error:
@@ -54,7 +54,7 @@ def check(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _cases(name: str, folder: Path) -> Iterator[tuple[str, str]]:
+def _cases(name: str, folder: Path, only: Collection[str]) -> Iterator[tuple[str, str]]:
     scenario = SCENARIOS[name]
     model = make_model(scenario.model, folder)
     adapters = [f"{each}={model.path / each}" for each in scenario.adapters]
@@ -101,10 +101,10 @@ def _cases(name: str, folder: Path) -> Iterator[tuple[str, str]]:
     bench.restart = restart
     try:
         yield START, ""
-        if name == "llama":
+        if name == "llama" and not only:
             compare_logprobs(bench, model)
         for each, case in scenario.cases.items():
-            if each in WITHOUT:
+            if each in WITHOUT or (only and each not in only):
                 continue
             try:
                 case(bench)
@@ -152,6 +152,7 @@ def compare_logprobs(bench: selftest.Bench, model: Model) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scenarios", nargs="*", help="default: all that one GPU can run")
+    parser.add_argument("--case", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--jobs", type=int, default=1, help="shards at a time")
     parser.add_argument("--out", type=Path, help="write results here, as JSON")
     options = parser.parse_args()
@@ -159,7 +160,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
-        for done in as_completed([pool.submit(check, name) for name in options.scenarios or one]):
+        names = options.scenarios or one
+        for done in as_completed([pool.submit(check, name, options.case) for name in names]):
             rows += done.result()
             if options.out:
                 what = "cases of the self-test in the real shard, bf16, graphs"
