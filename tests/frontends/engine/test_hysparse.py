@@ -21,7 +21,9 @@ from bicl.errors import ConfigError
 from bicl.frontends.http.engine import Engine
 from bicl.frontends.http.request import SparseOptions
 from bicl.sparse.config import HySparseConfig
+from bicl.sparse.fit import save_gate
 from bicl.sparse.guard import GuardBounds
+from bicl.sparse.sgm import make_gate
 
 LAYERS = 3
 CONFIG = HySparseConfig(text_kind="off", layers="0-2/3", floor_tokens=128, sparsity_ratio=0.6)
@@ -111,6 +113,29 @@ def test_half_of_a_hundred_windows_is_fifty(long_tiny) -> None:
     stats = engine.snapshot().sparse
     assert (stats.tiles_read, stats.tiles_skipped) == (50 * LAYERS, 50 * LAYERS)
     assert stats.actual_ratio == pytest.approx(0.5)
+
+
+def test_layers_leave_out_what_a_fit_gave_them(long_tiny, tmp_path) -> None:
+    """Of 100 tiles 50, 25 and 75: what is counted is what the shadow steps saw, no drift."""
+    gate = make_gate("centroids", range(LAYERS), long_tiny.geometry.layers[0].head_dim)
+    gate.shares.copy_(torch.tensor([1.0, 1.5, 0.5]))
+    save_gate(tmp_path / "gate", gate)
+    config = HySparseConfig(
+        text_kind="off",
+        layers="0-2/3",
+        sparsity_ratio=0.5,
+        floor_tokens=0,
+        gate_path=str(tmp_path / "gate"),
+    )
+    sizes = {"max_total_tokens": 6500, "max_batch_size": 1, "max_batch_prefill_tokens": 6500}
+    bounds = GuardBounds(shadow_interval=1, min_mass_kept=0.0, min_sparsity_share=1.0,
+                         max_entropy_rise=0.0)  # fmt: skip
+    engine = stepped(long_tiny, **sizes, hysparse=config, guard=bounds)
+    stream = engine.submit(request(prompt(6350), 5))
+    run_steps(engine)
+    told = collect(stream).done.usage.sparse
+    assert told.fallback == ""
+    assert (told.tiles_read, told.tiles_total) == (4 * (50 + 25 + 75), 4 * 300)
 
 
 def test_steps_that_would_save_too_little_run_dense(tiny) -> None:
