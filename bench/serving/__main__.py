@@ -1,6 +1,6 @@
 """Reuse on a GPU: what it costs and what it saves, with an 8B-shaped Llama of random weights.
 
-    python -m bench.serving [--parts reordering,host,misses,sharing] [--out FILE]
+    python -m bench.serving [--parts sharing,host,misses,reordering,host-misses] [--out FILE]
 
 ``--device cpu --shape small`` tries it out where there is no GPU; such numbers mean nothing.
 Parts: :mod:`bench.serving.reordering`, :mod:`bench.serving.host_hits`,
@@ -27,7 +27,7 @@ from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.loader import LoadedModel
 
 RESULT = Path("bench/results/reuse-h200.json")
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
 
 
 @contextmanager
@@ -41,9 +41,8 @@ def running(loaded: LoadedModel, **options: Any) -> Iterator[Engine]:
             torch.cuda.empty_cache()
 
 
-def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
+def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
     """100 requests a second of a chat's lengths, and of lengths that one card can follow."""
-    rows: Rows = []
     with running(
         loaded,
         max_total_tokens=4864,
@@ -52,29 +51,34 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
         num_pages=options.pages,
     ) as engine:
         for shrink in (8, 1):
-            rows += reordering.traffic_rows(
+            yield from reordering.traffic_rows(
                 engine, rate=options.rate, seconds=options.seconds, shrink=shrink
             )
-        shapes = [(1, 1024), (32, 1024), (64, 1024), (128, 1024), (options.batch, 1024), (64, 4096)]
+        shapes = [(1, 1024), (64, 1024), (options.batch, 1024)]
         fitting = [(b, k) for b, k in shapes if b * k // 64 <= options.pages]
-        rows += reordering.decode_rows(engine, fitting, rounds=8 * options.rounds)
-        rows += reordering.prefill_rows(
-            engine, [(1, 2048), (4, 2048), (1, 4096)], rounds=2 * options.rounds
+        yield from reordering.decode_rows(engine, fitting, rounds=4 * options.rounds)
+        yield from reordering.prefill_rows(
+            engine, [(1, 2048), (1, 4096), (4, 2048)], rounds=options.rounds
         )
         if options.device.startswith("cuda"):
             decode, prefill = StepShape((1,) * 64, (1023,) * 64), StepShape((2048,), (0,))
-            rows += reordering.side_stream_rows(
-                engine, [decode, prefill], rounds=8 * options.rounds
-            )
-    return rows
+            yield from reordering.side_stream_rows(engine, [decode], rounds=8 * options.rounds)
+            yield from reordering.side_stream_rows(engine, [prefill], rounds=2 * options.rounds)
 
 
-def misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
-    variants = {
-        "off": {"prefix_caching": False},
-        "index": {},
-        "index and host tier": {"host_cache_bytes": options.host_bytes // 4},
-    }
+def misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
+    return _misses(loaded, options, {"index": {}})
+
+
+def host_misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
+    tier = {"host_cache_bytes": options.host_bytes // 4}
+    return _misses(loaded, options, {"index and host tier": tier})
+
+
+def _misses(
+    loaded: LoadedModel, options: argparse.Namespace, variants: dict[str, dict[str, Any]]
+) -> Iterator[Row]:
+    variants = {"off": {"prefix_caching": False}, **variants}
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(
@@ -89,10 +93,12 @@ def misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
             )
             for name, more in variants.items()
         }
-        return reuse.no_hit_rows(engines, requests=64, prompt=512, reply=32, rounds=options.rounds)
+        yield from reuse.no_hit_rows(
+            engines, requests=64, prompt=512, reply=32, rounds=options.rounds
+        )
 
 
-def host_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
+def host_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
     sizes: dict[str, Any] = {
         "max_total_tokens": 8448,
         "max_batch_size": 2,
@@ -103,25 +109,24 @@ def host_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
         running(loaded, host_cache_bytes=options.host_bytes, **sizes) as engine,
         running(loaded, prefix_caching=False, **sizes) as plain,
     ):
-        return host_rows(engine, plain, prefix=8192, suffix=32, rounds=options.rounds)
+        yield from host_rows(engine, plain, prefix=8192, suffix=32, rounds=options.rounds)
 
 
-def sharing_part(loaded: LoadedModel, options: argparse.Namespace) -> Rows:
+def sharing_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
     with running(
         loaded, max_total_tokens=4864, max_batch_size=16, max_batch_prefill_tokens=4096,
         num_pages=1024,
     ) as engine:  # fmt: skip
-        return [
-            reuse.three_turns_row(engine, message=300, reply=40),
-            reuse.in_flight_row(engine, requests=16, prefix=4096, suffix=32),
-        ]
+        yield reuse.three_turns_row(engine, message=300, reply=40)
+        yield reuse.in_flight_row(engine, requests=16, prefix=4096, suffix=32)
 
 
-PARTS: dict[str, Callable[[LoadedModel, argparse.Namespace], Rows]] = {
-    "reordering": reordering_part,
+PARTS: dict[str, Callable[[LoadedModel, argparse.Namespace], Iterator[Row]]] = {
+    "sharing": sharing_part,
     "host": host_part,
     "misses": misses_part,
-    "sharing": sharing_part,
+    "reordering": reordering_part,
+    "host-misses": host_misses_part,
 }
 
 
@@ -133,21 +138,20 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each traffic")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--pages", type=int, default=6000)
     parser.add_argument("--host-bytes", type=int, default=4 << 30, help="of the host tier")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
     loaded = random_llama(options.shape, options.device, dtype)
-    rows: Rows = []
+    rows: list[Row] = []
     for part in options.parts.split(","):
-        found = PARTS[part](loaded, options)
-        for row in found:
+        for row in PARTS[part](loaded, options):
             shown = {k: v for k, v in row.items() if k not in ("case", "value", "unit")}
             print(f"{row['case']}: {row['value']:.5f} {row['unit']} {shown}", flush=True)
-        rows += found
-        save(options.out, machine(shape=options.shape, dtype=str(dtype)), rows)
+            rows.append(row)
+            save(options.out, machine(shape=options.shape, dtype=str(dtype)), rows)
     return 0
 
 

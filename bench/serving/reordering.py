@@ -1,6 +1,8 @@
 """Exposed reordering: the share of a step that writing tiles costs and nothing hides.
 
 * **traffic**: requests of chat-shaped lengths come at a fixed rate, whatever the engine answers.
+  While they come, each step has prompt tokens of some; when they stop, those that still run decode,
+  and half a second of that is watched, too.
   CUPTI records every kernel. A store kernel is exposed while no other kernel runs;
   ``store_kernels`` counts all of its time, hidden or not, and is the most that it could be.
   ``host_share`` is what the host spends in ``backend.store``. ``by_the_engines_clock`` is what the
@@ -37,6 +39,8 @@ __all__ = ["decode_rows", "exposed_ns", "prefill_rows", "side_stream_rows", "tra
 
 Rows = list[dict[str, Any]]
 
+TAIL_SECONDS = 0.5
+
 STORE_KERNEL = "store_kv_kernel"
 
 
@@ -57,6 +61,7 @@ def traffic_rows(engine: Engine, *, rate: float, seconds: float, shrink: float) 
         streams = open_loop(engine, CHAT.shrunk(shrink), rate, seconds)
         elapsed = time.perf_counter() - began
         after = engine.snapshot()
+        time.sleep(TAIL_SECONDS)
     for stream in streams:
         stream.close()
     while engine.snapshot().batch_size or engine.snapshot().queue_size:
