@@ -84,6 +84,18 @@ def test_sequences_up_to_the_floor_are_dense_bit_for_bit(length: int) -> None:
     assert torch.equal(sparse, dense)
 
 
+def test_a_layer_leaves_out_its_share() -> None:
+    step = decode_step((64 * 40,))
+    backend = sparse_backend(step.layer, "centroids")
+    filled(step, backend)
+    meta, index = with_sparsity(step, 0.5), backend.indexes[0]
+    lengths = [
+        int(backend.select(step.query, replace(index, share=share), meta, SCALE).cache_seqlens[0])
+        for share in (1.0, 1.5, 0.5)
+    ]
+    assert lengths == [64 * 20, 64 * 10, 64 * 30]
+
+
 def test_a_row_of_sparsity_zero_is_dense_beside_sparse_rows() -> None:
     step = decode_step((1500, 1500), group=2)
     backend = sparse_backend(step.layer)
