@@ -56,10 +56,9 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterato
             )
         shapes = [(1, 1024), (64, 1024), (options.batch, 1024)]
         fitting = [(b, k) for b, k in shapes if b * k // 64 <= options.pages]
-        yield from reordering.decode_rows(engine, fitting, rounds=4 * options.rounds)
-        yield from reordering.prefill_rows(
-            engine, [(1, 2048), (1, 4096), (4, 2048)], rounds=options.rounds
-        )
+        yield from reordering.decode_rows(engine, fitting, rounds=2 * options.rounds)
+        shapes = [(1, 2048), (1, 4096)]
+        yield from reordering.prefill_rows(engine, shapes, rounds=options.rounds)
         if options.device.startswith("cuda"):
             decode, prefill = StepShape((1,) * 64, (1023,) * 64), StepShape((2048,), (0,))
             yield from reordering.side_stream_rows(engine, [decode], rounds=8 * options.rounds)
