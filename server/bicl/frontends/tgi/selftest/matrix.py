@@ -105,5 +105,6 @@ def _mark(outcomes: list[str | None]) -> str:
 
 if __name__ == "__main__":
     files = [Path(name).read_text() for name in sys.argv[1:]]
-    checks = json.loads(files[1])["rows"] if len(files) > 1 else []
+    found = json.loads(files[1]) if len(files) > 1 else {"rows": []}
+    checks = [row for run in found.get("runs", [found]) for row in run["rows"]]
     sys.stdout.write(matrix(files[0].splitlines(), checks))
