@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional as F
 
 from bicl.ops.cpu.sparse import (
-    centroid_rows,
     cluster_means,
     combine_heads,
     select_tiles,
@@ -189,7 +188,6 @@ VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "centroids": _centroids,
     "centroids-4": _centroids_of(16, _rows_of_e4m3),
     "centroids-8": _centroids_of(8, _rows_of_e4m3),
-    "centroids-8-int4": _centroids_of(8, centroid_rows),
     "bounds": _bounds,
     "bounds-16": _bounds_16,
     "gate": _gate,
