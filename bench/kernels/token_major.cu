@@ -80,3 +80,4 @@ struct TokenMajorLoader {
 BICL_DECODE(sm90, TokenMajorLoader, __nv_bfloat16, kBFloat16, 128, 64, 1)
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind_decode_attention, bicl::bind_decode_attention);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_decode, bicl::plan_decode_api);

@@ -27,7 +27,7 @@ from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, wor
 from bicl.ops.cuda.store_kv import store_kv
 from bicl.ops.cuda.workspace import Workspace
 
-__all__ = ["NAME", "PAGE", "SCALE", "key_value", "pages_of", "register", "workspace"]
+__all__ = ["NAME", "PAGE", "decode_calls", "key_value", "pages_of", "register"]
 
 NAME = "bicl"
 PAGE = 64
@@ -43,12 +43,12 @@ def register(registry: Registry) -> None:
     except BackendError as error:
         raise ImportError(str(error)) from error
     registry.decode += [
-        Contestant("bicl", partial(_decode, {})),
-        Contestant("bicl-deterministic", partial(_decode, {"deterministic": True})),
-        Contestant("bicl-pdl", partial(_decode, {"pdl": True})),
-        Contestant("bicl-fp8", partial(_decode, {}, dtype=_FP8), element_bytes=1),
-        Contestant("bicl-with-plan", partial(_decode, {}, layers=1)),
-        Contestant("bicl-no-plan", partial(_decode, {}, layers=0)),
+        Contestant("bicl", partial(decode_calls, {})),
+        Contestant("bicl-deterministic", partial(decode_calls, {"deterministic": True})),
+        Contestant("bicl-pdl", partial(decode_calls, {"pdl": True})),
+        Contestant("bicl-fp8", partial(decode_calls, {}, dtype=_FP8), element_bytes=1),
+        Contestant("bicl-with-plan", partial(decode_calls, {}, layers=1)),
+        Contestant("bicl-no-plan", partial(decode_calls, {}, layers=0)),
     ]
     registry.prefill += [
         Contestant("bicl", partial(_prefill, {})),
@@ -56,8 +56,9 @@ def register(registry: Registry) -> None:
         Contestant("bicl-deterministic", partial(_prefill, {"deterministic": True})),
         Contestant("bicl-fp8", partial(_prefill, {}, dtype=_FP8), element_bytes=1),
     ]
-    registry.sm80_decode.append(Contestant("bicl-sm80", partial(_decode, {"force_sm80": True})))
-    registry.sm80_prefill.append(Contestant("bicl-sm80", partial(_prefill, {"force_sm80": True})))
+    older = {"force_sm80": True}
+    registry.sm80_decode.append(Contestant("bicl-sm80", partial(decode_calls, older)))
+    registry.sm80_prefill.append(Contestant("bicl-sm80", partial(_prefill, older)))
     registry.layer += [
         Contestant("bicl", partial(_layer, False)),
         Contestant("bicl-pdl", partial(_layer, True)),
@@ -78,16 +79,19 @@ def pages_of(batch: PagedBatch, dtype: torch.dtype) -> LayerCache:
     return batch.arena.tiles(layout, batch.num_pages(PAGE))
 
 
-def _decode(
+def decode_calls(
     flags: dict[str, bool],
     batch: PagedBatch,
     dtype: torch.dtype = torch.bfloat16,
     tables: list[torch.Tensor] | None = None,
     layers: int = _LAYERS,
     before: Callable[[int], object] = lambda index: None,
+    attend: Callable[..., None] = decode_attention,
+    plan_with: Callable[..., None] = plan_decode,
 ) -> Prepared:
     """Calls over the page tables by turns; every ``layers``-th makes its plan first (0: none has
-    one). ``before`` runs ahead of each call, with its table's index."""
+    one). ``before`` runs ahead of each call, with its table's index; ``attend`` and
+    ``plan_with`` are called as ``decode_attention`` and ``plan_decode`` are."""
     layer = pages_of(batch, dtype)
     tables = batch.page_tables(PAGE) if tables is None else tables
     out = torch.empty_like(batch.query)
@@ -95,9 +99,7 @@ def _decode(
     shared = {key: flag for key, flag in flags.items() if key != "pdl"}
 
     def make_plan(plan: torch.Tensor, table: torch.Tensor) -> None:
-        plan_decode(
-            plan, layer, table, batch.cache_seqlens, num_q_heads=batch.heads.query, **shared
-        )
+        plan_with(plan, layer, table, batch.cache_seqlens, num_q_heads=batch.heads.query, **shared)
 
     plans: list[torch.Tensor | None] = [None] * len(tables)
     if layers:
@@ -112,7 +114,7 @@ def _decode(
         before(index)
         if replan and plan is not None:
             make_plan(plan, table)
-        decode_attention(
+        attend(
             batch.query,
             layer,
             table,
@@ -150,7 +152,7 @@ def _layer(pdl: bool, batch: PagedBatch) -> Prepared:
     def store(index: int) -> None:
         store_kv(layer, key, value, slots[index], pdl=pdl)
 
-    return _decode({"pdl": pdl}, batch, tables=tables, before=store)
+    return decode_calls({"pdl": pdl}, batch, tables=tables, before=store)
 
 
 def _prefill(

@@ -10,7 +10,8 @@ import hashlib
 import shlex
 import subprocess
 import sys
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 
 from bench.kernels.arena import PagedBatch
 from bench.kernels.impls import Contestant, Prepared, Registry
-from bench.kernels.impls.bicl import PAGE, SCALE, pages_of, workspace
+from bench.kernels.impls.bicl import PAGE, decode_calls, pages_of
 from bench.kernels.shapes import HEAD_DIM
+from bicl.attention.pool import LayerCache
+from bicl.ops.cuda.workspace import Workspace
 
 __all__ = ["NAME", "build", "library", "register"]
 
@@ -88,27 +91,51 @@ def _module() -> Any:
     return tvm_ffi.load_module(str(library()))
 
 
-def _decode(batch: PagedBatch) -> Prepared:
-    layer = pages_of(batch, torch.bfloat16)
-    tables = batch.page_tables(PAGE)
-    out = torch.empty_like(batch.query)
-    space = workspace(batch.arena.device, False)
+def _attend(
+    query: torch.Tensor,
+    layer: LayerCache,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    space: Workspace,
+    *,
+    out: torch.Tensor,
+    plan: torch.Tensor | None,
+    scale: float,
+    pdl: bool = False,
+) -> None:
+    """As ``decode_attention``."""
     run = _module().bind_decode_attention(
         *(layer.pages, PAGE, 1.0, 1.0, space.partials, space.counters),
-        *(SCALE, 0.0, -1, False, False, 0, 0),
+        *(scale, 0.0, -1, False, False, 0, 0),
+    )
+    run(out, None, query, page_table, cache_seqlens, plan, int(pdl))
+
+
+def _plan(
+    plan: torch.Tensor,
+    layer: LayerCache,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    num_q_heads: int,
+) -> None:
+    """As ``plan_decode``."""
+    _module().plan_decode(
+        *(plan, layer.pages, PAGE, page_table, cache_seqlens, num_q_heads),
+        *(-1, False, False, False, 0, 0),
     )
 
-    def call(table: torch.Tensor) -> torch.Tensor:
-        run(out, None, batch.query, table, batch.cache_seqlens, None, 0)
-        return out
+
+def _decode(batch: PagedBatch) -> Prepared:
+    layer, table = pages_of(batch, torch.bfloat16), batch.page_tables(PAGE)[0]
 
     def key_value(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = tables[0][index, : batch.pages(PAGE)[index]].long()
+        ids = table[index, : batch.pages(PAGE)[index]].long()
         shape = (layer.num_pages, 2, PAGE, batch.heads.kv, HEAD_DIM)
         rows = layer.pages.view(shape)[ids].transpose(0, 1).flatten(1, 2)
         return rows[0, : batch.lengths[index]], rows[1, : batch.lengths[index]]
 
-    return Prepared([partial(call, table) for table in tables], key_value)
+    return replace(decode_calls({}, batch, attend=_attend, plan_with=_plan), key_value=key_value)
 
 
 if __name__ == "__main__":
