@@ -127,15 +127,16 @@ def _plan(
 
 
 def _decode(batch: PagedBatch) -> Prepared:
-    layer, table = pages_of(batch, torch.bfloat16), batch.page_tables(PAGE)[0]
+    layer, tables = pages_of(batch, torch.bfloat16), batch.page_tables(PAGE)
 
     def key_value(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = table[index, : batch.pages(PAGE)[index]].long()
+        ids = tables[0][index, : batch.pages(PAGE)[index]].long()
         shape = (layer.num_pages, 2, PAGE, batch.heads.kv, HEAD_DIM)
         rows = layer.pages.view(shape)[ids].transpose(0, 1).flatten(1, 2)
         return rows[0, : batch.lengths[index]], rows[1, : batch.lengths[index]]
 
-    return replace(decode_calls({}, batch, attend=_attend, plan_with=_plan), key_value=key_value)
+    calls = decode_calls({}, batch, tables=tables, attend=_attend, plan_with=_plan)
+    return replace(calls, key_value=key_value)
 
 
 if __name__ == "__main__":
