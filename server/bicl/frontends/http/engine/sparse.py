@@ -50,8 +50,7 @@ class SparseStep:
 
     @property
     def skips(self) -> np.ndarray:
-        skips: np.ndarray = (self.kept < self.tiles).any(axis=0)
-        return skips
+        return np.asarray((self.kept < self.tiles).any(axis=0))
 
 
 class SparseControl:
