@@ -1,4 +1,4 @@
-"""How long stores hold a step up, on the CPU; on a GPU in tests/frontends/engine/test_on_cuda.py."""
+"""How long stores hold a step up, on the CPU; on a GPU: tests/frontends/engine/test_on_cuda.py."""
 
 from __future__ import annotations
 
