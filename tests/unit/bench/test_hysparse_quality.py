@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.hysparse.report import summarise
+from bench.hysparse.report import merge, summarise, verdicts
 from bench.hysparse.tasks import TASKS, make_samples
 from bench.hysparse.texts import KINDS, digest, read_kind
 
@@ -81,3 +81,36 @@ def test_perplexity_is_summed_over_paired_differences() -> None:
     summary = by_length[None]
     assert summary["perplexity_change"] == pytest.approx(0.0202, abs=1e-4)
     assert summary["perplexity_change_se"] == pytest.approx(0.01 / 3**0.5)
+
+
+def test_runs_of_several_processes_are_one() -> None:
+    texts = [
+        row(measure="perplexity", texts=1, perplexity=2.0, differences=[0.01]),
+        row(measure="perplexity", texts=3, perplexity=4.0, differences=[0.0, 0.0, 0.0]),
+    ]
+    (merged,) = merge(texts)
+    assert merged["texts"] == 4
+    assert merged["perplexity"] == pytest.approx(2.0 ** (0.25 + 2 * 0.75))
+    assert len(merged["differences"]) == 4
+    both = [row(right=3, dense_right=4, questions=10), row(), row(task="other")]
+    merged, other = merge(both)
+    assert (merged["right"], merged["dense_right"], merged["questions"]) == (12, 14, 22)
+    assert merged["told_apart"]
+    assert other["questions"] == 12
+
+
+def test_a_target_is_met_by_what_a_server_can_run_or_said_to_be_missed() -> None:
+    def line(name: str, change: float, share: float) -> dict[str, Any]:
+        return {
+            "name": name,
+            "ratio": 0.65,
+            "tokens": None,
+            "perplexity_change": change,
+            "task_accuracy_of_dense": share,
+        }
+
+    ours = [line("centroids", 0.004, 0.999), line("centroids fitted", 0.006, 0.98)]
+    others = [line("oracle", 0.0, 1.0), line("centroids-8", 0.0, 1.0)]
+    good, bad = verdicts([*ours, *others, line("kvpress A", 0.005, 0.5)])
+    assert (good.perplexity, good.answers, good.ahead) == (True, True, True)
+    assert (bad.perplexity, bad.answers, bad.ahead) == (False, False, False)
