@@ -16,7 +16,7 @@ import torch
 
 from bench.kernels.arena import PagedBatch
 from bench.kernels.impls import Contestant, Prepared, Registry
-from bench.kernels.shapes import HEAD_DIM
+from bench.kernels.shapes import HEAD_DIM, kv_bytes
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
@@ -35,6 +35,7 @@ _MAX_PAIRS = 256 * 64
 SCALE = HEAD_DIM**-0.5
 _FP8 = torch.float8_e4m3fn
 _LAYERS = 32  # that share a decode step's plan
+_MAX_BYTES = 8 << 30  # that the calls of one such model read; with fewer calls a plan weighs more
 
 
 def register(registry: Registry) -> None:
@@ -127,7 +128,8 @@ def decode_calls(
         )
         return out
 
-    rounds = -(-max(layers, 1) // len(tables))
+    set_bytes = kv_bytes(batch.lengths, batch.heads.kv) * len(tables)
+    rounds = min(-(-max(layers, 1) // len(tables)), max(1, _MAX_BYTES // set_bytes))
     calls = [
         partial(call, index % len(tables), layers > 0 and index % layers == 0)
         for index in range(rounds * len(tables))
