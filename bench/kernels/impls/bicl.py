@@ -35,7 +35,7 @@ _MAX_PAIRS = 256 * 64
 SCALE = HEAD_DIM**-0.5
 _FP8 = torch.float8_e4m3fn
 _LAYERS = 32  # that share a decode step's plan
-_MAX_BYTES = 8 << 30  # that the calls of one such model read; with fewer calls a plan weighs more
+_MAX_BYTES = 1 << 34  # that the calls of one such model read; with fewer calls a plan weighs more
 
 
 def register(registry: Registry) -> None:
