@@ -23,7 +23,7 @@ class Plan {
   char* base_;
 };
 
-// One copy of 16 bytes, whatever the struct.
+// A struct by loads of 16 bytes.
 template <typename Struct>
 __device__ __forceinline__ Struct read_vectors(const Struct& source) {
   Struct result;
