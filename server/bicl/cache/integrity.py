@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from bicl.cache.allocator import PageAllocator
-from bicl.cache.radix import Node, RadixIndex
+from bicl.cache.radix import RadixIndex
+from bicl.cache.radix_nodes import Node
 from bicl.cache.sequence import SequencePages
 from bicl.errors import IntegrityError
 

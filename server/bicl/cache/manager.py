@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bicl.cache.accounts import BASE, PageAccounts
 from bicl.cache.keys import ID_BYTES, Namespace, TokenIds, pack_ids
-from bicl.cache.radix import Match
+from bicl.cache.radix_nodes import Match
 from bicl.cache.sequence import PageCopy, SequencePages
 from bicl.cache.stats import FlushReport
 from bicl.cache.tiers import Promotion, Reservation

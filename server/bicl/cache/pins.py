@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bicl.cache.keys import ID_BYTES, Namespace, PackedIds
-from bicl.cache.radix import Node, RadixIndex
+from bicl.cache.radix import RadixIndex
+from bicl.cache.radix_nodes import Node
 from bicl.errors import CapacityError
 
 __all__ = ["PinTable"]

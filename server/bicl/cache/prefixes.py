@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from bicl.cache.allocator import PageAllocator
 from bicl.cache.arrivals import Arrivals
 from bicl.cache.keys import ID_BYTES, Namespace, PackedIds, PageChain
-from bicl.cache.radix import Match, Node, RadixIndex
+from bicl.cache.radix import RadixIndex
+from bicl.cache.radix_nodes import Match, Node
 from bicl.cache.stats import CacheStats
 from bicl.cache.tags import PageTags
 from bicl.cache.tiers import Promotion, Reservation

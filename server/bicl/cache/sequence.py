@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bicl.cache.keys import Namespace
-from bicl.cache.radix import Node
+from bicl.cache.radix_nodes import Node
 from bicl.cache.tiers import Fetch
 
 __all__ = ["PageCopy", "SequencePages"]
