@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../../common/layout.cuh"
-#include "../rows.cuh"
+#include "softmax.cuh"
 
 namespace bicl::prefill::mma {
 
@@ -243,7 +243,8 @@ __global__ void __launch_bounds__(kThreads) kernel(const __grid_constant__ Prefi
   softmax.finish();
   const float inverse[2] = {softmax.inverse(0, p.pages.v_scale), softmax.inverse(1, p.pages.v_scale)};
   store_rows<E>(p, tile, head, row, 0, o, inverse);
-  store_lse(p, tile, head, row, softmax, scale.log2_scale);
+  const float lse[2] = {softmax.lse(0, scale.log2_scale), softmax.lse(1, scale.log2_scale)};
+  store_lse(p, tile, head, row, lse);
 }
 
 }  // namespace bicl::prefill::mma

@@ -20,7 +20,8 @@ __device__ __forceinline__ void store_nothing_seen(const PrefillParams& p, const
     float o[16] = {};
     store_rows<E>(p, a.tile, a.head, row, column, o, zero);
   }
-  store_lse(p, a.tile, a.head, row, Softmax(), 1.f);
+  const float lse[2] = {-INFINITY, -INFINITY};
+  store_lse(p, a.tile, a.head, row, lse);
 }
 
 template <typename E, typename KV, int D, bool kLocal, bool kCap>
@@ -36,12 +37,11 @@ struct Consumer {
   Control& control;
   int consumer, lane;
   ScoreScale scale;
-  float lazy;
   uint32_t query_base, key_base, value_base;  // descriptors of stage 0
   uint32_t query_count, count;                // tiles and blocks of K multiplied so far
   float s[kKeys / 2], o[D / 2];
   uint32_t probabilities[kKeys / 4];
-  Softmax softmax;
+  RunningSoftmax softmax;
 
   using KeyPlace = Place<C::kStages>;
 
@@ -82,20 +82,39 @@ struct Consumer {
     ptx::mbarrier_wait(ptx::smem_address(&control.key_full[keys.stage]), keys.parity);
   }
 
-  // Scores to probabilities, while the output product in flight still reads the older ones.
-  template <bool kMask>
+  // Scores to probabilities. The output product in flight still reads the older ones: a quarter of the exponentials
+  // runs under it, the others after it. More under it is slower, less too.
+  template <bool kMask, bool kRescale>
   __device__ __forceinline__ void exponentiate(const RowKeys& visible, int block, KeyPlace keys, KeyPlace values,
-                                               float (&factor)[2], bool output = true) {
+                                               bool output = true) {
+    constexpr int kEarly = kKeys / 8;
+    float factor[2];
     release(control.key_empty[keys.stage]);
     if (kTight && output) release(control.value_empty[values.stage]);
     if constexpr (kCap) cap_scores(s, scale.cap_scale);
-    if constexpr (kMask) mask_scores<kLocal>(s, visible, block * kKeys + 2 * (lane % 4));
-    softmax.update(s, scale.log2_scale, lazy, factor);
+    bool rises;
+    if constexpr (kMask) {
+      mask_scores<kLocal>(s, visible, block * kKeys + 2 * (lane % 4));
+      rises = softmax.update_masked(s, scale.log2_scale, factor);
+    } else {
+      rises = softmax.update(s, scale.log2_scale, factor);
+    }
+    softmax.template exponentiate<0, kEarly>(s);
+    // This branch is also what keeps ptxas from waiting before the exponentials above.
+    if (kRescale && rises) {
+      if constexpr (!kTight) {
+        wgmma::wait<0>();
+        wgmma::hold(o);
+      }
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) o[i] *= factor[i / 2 % 2];
+    }
     if constexpr (!kTight) {
       wgmma::wait<0>();
       wgmma::hold(o);
       if (output) release(control.value_empty[values.stage]);
     }
+    softmax.template exponentiate<kEarly, kKeys / 2>(s);
     pack_probabilities<Operand>(probabilities, s);
   }
 
@@ -104,7 +123,6 @@ struct Consumer {
   __device__ __forceinline__ void step(const RowKeys& visible, int block) {
     const uint32_t now = uniform(count);
     const KeyPlace keys(now), values(now - 1);
-    float factor[2];
     // Consumer 0 waits for both: its turns come first.
     if (consumer == 0) await_keys(keys);
     await_turn(consumer);
@@ -115,8 +133,7 @@ struct Consumer {
     wgmma::wait<kTight ? 0 : 1>();
     wgmma::hold(s);
     if constexpr (kTight) wgmma::hold(o);
-    exponentiate<kMask>(visible, block, keys, values, factor);
-    rescale(o, factor);  // last: its branch would part the packing from the exponentials
+    exponentiate<kMask, true>(visible, block, keys, values);
     ++count;
   }
 
@@ -126,7 +143,6 @@ struct Consumer {
   __device__ __forceinline__ void first_step(const RowKeys& visible, int block, bool pending) {
     const uint32_t now = uniform(count);
     const KeyPlace keys(now), values(now - 1);
-    float factor[2];
     await_keys(keys);
     await_turn(consumer);
     issue_qk<kHalf ? 64 : kKeys>(keys);
@@ -140,8 +156,8 @@ struct Consumer {
 #pragma unroll
       for (int i = 32; i < kKeys / 2; ++i) s[i] = -INFINITY;
     }
-    softmax = Softmax();
-    exponentiate<true>(visible, block, keys, values, factor, pending);
+    softmax = RunningSoftmax();
+    exponentiate<true, false>(visible, block, keys, values, pending);
     ++count;
   }
 
@@ -155,7 +171,7 @@ struct Consumer {
   }
 
   // Stores the result of assignment `slot` and gives the slot back.
-  __device__ __forceinline__ void end_tile(int slot, int local_row, Softmax& result) {
+  __device__ __forceinline__ void end_tile(int slot, int local_row, RunningSoftmax& result) {
     const Assignment& a = control.assignments[slot];
     result.finish();
     if (a.tile.split >= 0) {
@@ -164,7 +180,8 @@ struct Consumer {
       const int row = a.tile.row + local_row;
       const float inverse[2] = {result.inverse(0, p.pages.v_scale), result.inverse(1, p.pages.v_scale)};
       store_rows<E>(p, a.tile, a.head, row, 0, o, inverse);
-      store_lse(p, a.tile, a.head, row, result, scale.log2_scale);
+      const float lse[2] = {result.lse(0), result.lse(1)};
+      store_lse(p, a.tile, a.head, row, lse);
     }
     __syncwarp();
     release(control.taken[slot]);
@@ -195,7 +212,13 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < D / 2; ++j) o[j] = 0.f;
     int block = blocks.end - 2;
-    if (blocks.last_is_half() && block >= blocks.begin) step<true, 1>(visible, block--);
+    if (blocks.last_is_half() && block >= blocks.begin) {
+      if (kMaskAll || kLocal || C::kWiden || blocks.needs_end_mask(block)) {  // kWiden: as for kMaskAll
+        step<true, 1>(visible, block--);
+      } else {
+        step<false, 1>(visible, block--);
+      }
+    }
     for (; block >= blocks.begin && blocks.needs_end_mask(block); --block) step<true, C::kPages>(visible, block);
     if constexpr (!kMaskAll) {
       const int lowest = kLocal ? max(blocks.begin, blocks.first_without_begin_mask()) : blocks.begin;
@@ -217,7 +240,7 @@ struct Consumer {
     for (uint32_t i = 0;; ++i) {
       const Assignment& a = await_assignment(i);
       if (has_keys(a)) {
-        Softmax ended = softmax;
+        RunningSoftmax ended = softmax;
         begin_tile(a, local_row, pending);
         if (pending) end_tile((i - 1) % kAssignments, local_row, ended);
         go_through(a, local_row);
@@ -231,7 +254,7 @@ struct Consumer {
       }
       if (a.task == Task::kEnd) return;
       if (a.task == Task::kCombine) {
-        combine<E, D>(p, a, thread, scale);
+        combine<E, D>(p, a, thread);
       } else {
         store_nothing_seen<E, D>(p, a, a.tile.row + local_row);
       }

@@ -65,7 +65,6 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pr
         consumer,
         static_cast<int>(threadIdx.x % 32),
         scale,
-        kLazyLog2 / scale.log2_scale,
         uniform(wgmma::descriptor(base + consumer * C::kPageBytes)),
         uniform(wgmma::descriptor(base + C::kKeyOffset)),
         uniform(wgmma::descriptor(base + C::kValueOffset, kPageKeys * 128)),

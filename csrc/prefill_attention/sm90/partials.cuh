@@ -2,6 +2,7 @@
 #pragma once
 
 #include "pipeline.cuh"
+#include "softmax.cuh"
 
 namespace bicl::prefill::sm90 {
 
@@ -12,7 +13,7 @@ __device__ __forceinline__ int64_t partial_slot(const PrefillParams& p, int slot
 
 template <int D>
 __device__ __forceinline__ void store_partial(const PrefillParams& p, const Assignment& a, int thread,
-                                              const float (&o)[D / 2], const Softmax& softmax) {
+                                              const float (&o)[D / 2], const RunningSoftmax& softmax) {
   const SplitPlace place = SplitPlace::unpack(a.tile.split);
   const int64_t slot = partial_slot(p, place.slot, a.head);
   float4* out = reinterpret_cast<float4*>(p.plan.partials + slot * (kPrefillRows * D)) + thread;
@@ -21,8 +22,8 @@ __device__ __forceinline__ void store_partial(const PrefillParams& p, const Assi
     __stcg(out + n * 256, make_float4(o[4 * n], o[4 * n + 1], o[4 * n + 2], o[4 * n + 3]));
   if (thread % 4 == 0) {
     float2* rows = p.plan.partial_rows + slot * kPrefillRows + thread / 32 * 16 + thread % 32 / 4;
-    __stcg(rows, make_float2(softmax.max[0], softmax.sum[0]));
-    __stcg(rows + 8, make_float2(softmax.max[1], softmax.sum[1]));
+    __stcg(rows, make_float2(softmax.reference[0], softmax.sum[0][0]));
+    __stcg(rows + 8, make_float2(softmax.reference[1], softmax.sum[1][0]));
   }
   __threadfence();
   __syncwarp();
@@ -32,8 +33,7 @@ __device__ __forceinline__ void store_partial(const PrefillParams& p, const Assi
 // Merges kCombineDims columns of a split tile once all its pieces are stored. Every piece's ticket was drawn
 // before this one, by a CTA that is running: the wait ends.
 template <typename E, int D>
-__device__ __forceinline__ void combine(const PrefillParams& p, const Assignment& a, int thread,
-                                        const ScoreScale& scale) {
+__device__ __forceinline__ void combine(const PrefillParams& p, const Assignment& a, int thread) {
   constexpr int kColumns = kCombineDims / 8;
   const SplitPlace place = SplitPlace::unpack(a.tile.split);
   const int pieces = place.pieces, counter = place.index * p.pages.num_kv_heads + a.head;
@@ -66,11 +66,11 @@ __device__ __forceinline__ void combine(const PrefillParams& p, const Assignment
     }
   };
   fetch(0);
-  Softmax merged;
+  RunningSoftmax merged;
 #pragma unroll 4
   for (int i = 0; i < pieces; ++i) {
-    merged.max[0] = fmaxf(merged.max[0], __ldcg(rows + i * step * kPrefillRows).x);
-    merged.max[1] = fmaxf(merged.max[1], __ldcg(rows + i * step * kPrefillRows + 8).x);
+    merged.reference[0] = fmaxf(merged.reference[0], __ldcg(rows + i * step * kPrefillRows).x);
+    merged.reference[1] = fmaxf(merged.reference[1], __ldcg(rows + i * step * kPrefillRows + 8).x);
   }
   float o[kColumns * 4] = {};
   for (int base = 0; base < pieces; base += kInFlight) {
@@ -78,10 +78,10 @@ __device__ __forceinline__ void combine(const PrefillParams& p, const Assignment
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       if (base + i >= pieces) break;
-      const float weight[2] = {exp2_fast((row[i][0].x - merged.max[0]) * scale.log2_scale),
-                               exp2_fast((row[i][1].x - merged.max[1]) * scale.log2_scale)};
-      merged.sum[0] = __fmaf_rn(row[i][0].y, weight[0], merged.sum[0]);
-      merged.sum[1] = __fmaf_rn(row[i][1].y, weight[1], merged.sum[1]);
+      const float weight[2] = {exp2_fast(row[i][0].x - merged.reference[0]),
+                               exp2_fast(row[i][1].x - merged.reference[1])};
+      merged.sum[0][0] = __fmaf_rn(row[i][0].y, weight[0], merged.sum[0][0]);
+      merged.sum[1][0] = __fmaf_rn(row[i][1].y, weight[1], merged.sum[1][0]);
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
         o[4 * n] = __fmaf_rn(v[i][n].x, weight[0], o[4 * n]);
@@ -93,7 +93,8 @@ __device__ __forceinline__ void combine(const PrefillParams& p, const Assignment
   }
   const float inverse[2] = {merged.inverse(0, p.pages.v_scale), merged.inverse(1, p.pages.v_scale)};
   store_rows<E>(p, a.tile, a.head, a.tile.row + local_row, a.column, o, inverse);
-  if (a.column == 0) store_lse(p, a.tile, a.head, a.tile.row + local_row, merged, scale.log2_scale);
+  const float lse[2] = {merged.lse(0), merged.lse(1)};
+  if (a.column == 0) store_lse(p, a.tile, a.head, a.tile.row + local_row, lse);
   __syncwarp();
   if (thread % 32 == 0) {
     constexpr int kReaders = kConsumerWarps * (D / kCombineDims);

@@ -109,7 +109,7 @@ struct Blocks {
   }
   __device__ __forceinline__ bool last_is_half() const { return C::kPages == 2 && end * 2 > pages; }
   __device__ __forceinline__ bool needs_end_mask(int block) const {
-    return (block + 1) * C::kKeys > keys.all_end;
+    return (block + 1) * C::kKeys >= keys.all_end;
   }
   __device__ __forceinline__ int first_without_begin_mask() const {
     return (keys.all_begin + C::kKeys - 1) / C::kKeys;
