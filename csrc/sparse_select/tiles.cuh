@@ -29,7 +29,7 @@ struct Remainder {
 };
 
 // Pages a warp scores at once.
-constexpr int kPages = 16, kOctets = kPages / 8;
+constexpr int kPages = 16;
 
 struct TilesKernelParams {
   // What is needed first stands first: parameters come from memory a line at a time.
@@ -87,6 +87,12 @@ struct TilesShared {
 
 template <int kCentroids, Work kWork>
 class TilesCta {
+#if __CUDA_ARCH__ >= 900
+  static constexpr int kOctets = kPages / 8;
+#else
+  static constexpr int kOctets = kCentroids == 8 ? 1 : kPages / 8;  // ptxas would spill a second one
+#endif
+
  public:
   __device__ __forceinline__ TilesCta(const TilesKernelParams& k, char* shared)
       : k_(k), p_(k.p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), shared_(shared, k, kWork) {
@@ -190,7 +196,7 @@ class TilesCta {
 
   // An octet is scored while the other's rows come.
   __device__ __forceinline__ void score() {
-    const int span = end_ - begin_ <= kWarps * 8 ? 8 : kPages;  // of a warp
+    const int span = end_ - begin_ <= kWarps * 8 ? 8 : kOctets * 8;  // of a warp
     int first = begin_ + warp_ * span, next = first + kWarps * span;
     int32_t page = page_at(first, span);
     fetch();
