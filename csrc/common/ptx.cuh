@@ -103,12 +103,6 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
-__device__ __forceinline__ uint64_t evict_last_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 // One contiguous copy by the copy engine; `bytes` a multiple of 16, both ends 16-byte aligned.
 __device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, uint32_t bytes,
                                           uint32_t barrier, uint64_t policy) {
