@@ -152,7 +152,10 @@ def verdicts(summary: Sequence[dict[str, Any]], ratio: float = 0.65) -> list[Ver
     for row in summary:
         if row["ratio"] != ratio or row["name"].split(" ")[0] != HySparseConfig.variant:
             continue
-        change, share = row.get("perplexity_change", 0.0), row.get("task_accuracy_of_dense", 1.0)
+        change, share = (
+            row.get("perplexity_change", math.inf),
+            row.get("task_accuracy_of_dense", 0.0),
+        )
         presses = [
             other
             for other in summary
