@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from bicl.ops.cpu.sparse import (
     cluster_means,
@@ -84,8 +86,8 @@ def kept_keys(variant: str, rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 # --- tiles ------------------------------------------------------------------------------------
 def _centroids(rows: DecodeRows, choice: Choice) -> torch.Tensor:
-    pages = _by_page(rows.key, choice.rule.page_size)
-    scores = _page_scores(rows, choice, "centroids", CentroidGate.describe(pages))
+    described = _described(rows, choice, CentroidGate.describe)
+    scores = _page_scores(rows, choice, "centroids", described)
     return _by_tiles(rows, choice, scores, choice.combine)
 
 
@@ -94,9 +96,11 @@ def _centroids_of(
 ) -> Callable[[DecodeRows, Choice], torch.Tensor]:
     """A centroid for so many of a page's tokens, held in some way."""
 
+    def of(pages: torch.Tensor) -> torch.Tensor:
+        return describe(pages, pages.shape[2] // tokens)
+
     def kept(rows: DecodeRows, choice: Choice) -> torch.Tensor:
-        pages = _by_page(rows.key, choice.rule.page_size)
-        described = describe(pages, pages.shape[2] // tokens)
+        described = _described(rows, choice, of)
         scores = _page_scores(rows, choice, "centroids", described)
         return _by_tiles(rows, choice, scores, choice.combine)
 
@@ -233,6 +237,21 @@ def _box_scores(rows: DecodeRows, choice: Choice, keys: int | None = None) -> to
     """Scores of boxes of ``keys`` keys each; of whole pages by default."""
     boxes = BoundGate.describe(_by_page(rows.key, keys or choice.rule.page_size)).to(choice.dtype)
     return _page_scores(rows, choice, "bounds", boxes)
+
+
+_DESCRIBED: Any = WeakTensorKeyDictionary()
+
+
+def _described(
+    rows: DecodeRows, choice: Choice, describe: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Index rows of all pages; computed once for the same keys, however many rows see them."""
+    own = _DESCRIBED.setdefault(rows.key, {})
+    name = (describe, choice.rule.page_size)
+    if name not in own:
+        own[name] = describe(_by_page(rows.key, choice.rule.page_size))
+    described: torch.Tensor = own[name]
+    return described
 
 
 def _page_scores(rows: DecodeRows, choice: Choice, kind: str, pages: torch.Tensor) -> torch.Tensor:
