@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ GPU, RATES, LOOKUP = "reuse-h200.json", "trace-hit-rates.json", "cache_lookup.js
 REPLAYS = ("trace-replay-cpu.json",)
 STEP = " % of step time"
 LONG_HIT = 50_000
+LOADED_BATCH = 100
+"""Rows of a decode step at 100 requests a second: 104 ran at once when that was measured."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -69,13 +72,24 @@ def _hit_rates(rows: Rows) -> Iterator[Verdict]:
 
 
 def _decode(rows: Rows) -> Iterator[Verdict]:
-    """The limit is for the traffic's own decode steps; what single shapes cost is stated."""
-    yield from _each(rows, "exposed reordering, decode", 0.5, STEP, at_most=True, scale=100)
-    case = "exposed reordering in a decode step"
-    for row in rows:
-        if row.get("case") == case:
-            note = f"{row['shape']}; stated, no limit"
-            yield Verdict(case, 100 * row["value"], float("inf"), True, STEP, note)
+    """The limit is for the traffic's own decode steps. Where none were watched, single shapes with
+    as many rows as that traffic runs stand for them; others are stated."""
+    case, shapes = "exposed reordering, decode", "exposed reordering in a decode step"
+    watched = [row for row in rows if row.get("case") == case]
+    found = [row for row in rows if row.get("case") == shapes]
+    for row in watched or [{}]:
+        value = 100 * row["value"] if row else None
+        if row or not any(_loaded(shape) for shape in found):
+            yield Verdict(case, value, 0.5, True, STEP, _shrunk(row))
+    for row in found:
+        stands = not watched and _loaded(row)
+        limit = 0.5 if stands else math.inf
+        note = f"{row['shape']}; {'for the traffic' if stands else 'stated, no limit'}"
+        yield Verdict(shapes, 100 * row["value"], limit, True, STEP, note)
+
+
+def _loaded(row: Mapping[str, Any]) -> bool:
+    return bool(row.get("batch", 0) >= LOADED_BATCH)
 
 
 def _replay(rows: Rows, name: str) -> Iterator[Verdict]:
@@ -108,8 +122,9 @@ def main() -> int:
         results[name] = json.loads(path.read_text())["rows"] if path.exists() else []
     found = verdicts(results)
     print("\n".join(map(str, found)))
-    missed = sum(not verdict.passed for verdict in found)
-    print(f"\n{len(found) - missed} of {len(found)} targets met")
+    targets = [verdict for verdict in found if math.isfinite(verdict.limit)]
+    missed = sum(not verdict.passed for verdict in targets)
+    print(f"\n{len(targets) - missed} of {len(targets)} targets met")
     return 1 if missed else 0
 
 

@@ -2,7 +2,7 @@
 
 import random
 
-from bench.reuse import GPU, LOOKUP, RATES, REPLAYS, verdicts
+from bench.reuse import GPU, LOADED_BATCH, LOOKUP, RATES, REPLAYS, verdicts
 from bench.serving.reordering import exposed_ns
 
 
@@ -48,11 +48,26 @@ def test_nothing_measured_means_nothing_passed() -> None:
     assert not any(v.passed for v in found)
 
 
-def test_single_shapes_are_stated_and_do_not_stand_for_the_traffic() -> None:
-    shape = {"case": "exposed reordering in a decode step", "value": 0.1, "shape": "63x1024"}
-    found = [v for v in verdicts({GPU: [shape]}) if "decode" in v.what]
-    assert [v.value for v in found] == [None, 10.0]
+def shape(batch, value):
+    name = "exposed reordering in a decode step"
+    return {"case": name, "value": value, "batch": batch, "shape": f"{batch}x1024"}
+
+
+def decode_verdicts(*rows):
+    return [v for v in verdicts({GPU: list(rows)}) if "decode" in v.what]
+
+
+def test_small_decode_shapes_are_stated_and_do_not_stand_for_the_traffic() -> None:
+    found = decode_verdicts(shape(LOADED_BATCH - 1, 0.1))
+    assert [(v.value, v.passed) for v in found] == [(None, False), (10.0, True)]
     assert "stated" in str(found[1])
+
+
+def test_large_decode_shapes_stand_for_traffic_that_was_not_watched() -> None:
+    assert [v.passed for v in decode_verdicts(shape(LOADED_BATCH, 0.1))] == [False]
+    watched = {"case": "exposed reordering, decode", "value": 0.001}
+    found = decode_verdicts(watched, shape(LOADED_BATCH, 0.1))
+    assert [(v.value, v.passed) for v in found] == [(0.1, True), (10.0, True)]
 
 
 def test_exposed_is_what_no_other_kernel_covers() -> None:
