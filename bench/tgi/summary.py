@@ -21,10 +21,20 @@ Steps = Mapping[str, Mapping[str, Mapping[str, Any]]]  # by shape and path
 
 
 def load(path: Path) -> Steps:
+    """A shape's rows are those of the first run that has it."""
     steps: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for row in json.loads(path.read_text())["rows"]:
-        steps.setdefault(row["shape"], {})[row["impl"]] = row
-    return steps
+    document = json.loads(path.read_text())
+    for run in document.get("runs", [document]):
+        found: dict[str, dict[str, Mapping[str, Any]]] = {}
+        for row in run["rows"]:
+            found.setdefault(row["shape"], {})[row["impl"]] = row
+        steps = found | steps
+    return dict(sorted(steps.items(), key=lambda each: _numbers(each[0])))
+
+
+def _numbers(shape: str) -> tuple[int, int]:
+    batch, context = map(int, shape.split("x"))
+    return context, batch
 
 
 def ratio(step: Mapping[str, Mapping[str, Any]], slow: str, fast: str) -> float | None:

@@ -178,16 +178,18 @@ def _watch(module):
 
     module.FlashCausalLM.generate_token = watched
     if os.environ.get("BENCH_FREE_MEMORY"):
-        module.FlashCausalLM.warmup = _warm_up_again(module.FlashCausalLM.warmup)
+        module.FlashCausalLM.warmup = _warm_up_again(module)
 
 
-def _warm_up_again(warmup):
+def _warm_up_again(module):
     """A shard may be warmed up anew, with other pages or, where there is no memory, with none."""
+    warmup = module.FlashCausalLM.warmup
 
     def again(self, batch, max_input_tokens, max_total_tokens):
         import torch
 
-        self.cuda_graphs = {}  # they hold the pages before
+        if self.cuda_graphs:  # they hold the pages before, and their pool goes with them
+            self.cuda_graphs, module.MEM_POOL = {}, torch.cuda.graph_pool_handle()
         if _free_memory():
             return warmup(self, batch, max_input_tokens, max_total_tokens)
         self.kv_cache = []
