@@ -67,7 +67,7 @@ tokens are those of the same prompt alone, or as likely, and with adapters those
 
 `yes`: all cases of the column hold. `-`: text-generation-inference does not do it there, or the
 row has no adapters, no host cache or no disk cache, or needs two GPUs (see tgi.md).
-`NO`: a case fails. `?`: not run.
+`NO`: a case fails. `?`: not run. `n of m`: so many cases ran there, and held.
 """
 
 
@@ -89,9 +89,17 @@ def matrix(lines: Iterable[str], on_card: Iterable[Mapping[str, str]] = ()) -> s
             outcomes = [problems.get((name, case)) for case in cases if case in known]
             marks.append(_mark(outcomes))
         single = scenario.world_size == 1
-        marks.append(_mark([there.get((name, c)) for c in known - {CAPACITY}] if single else []))
+        marks.append(_part([there.get((name, c)) for c in known - {CAPACITY}] if single else []))
         rows.append(f"| {name} | " + " | ".join(marks) + " |")
     return HEAD + "\n" + "\n".join(rows) + "\n"
+
+
+def _part(outcomes: list[str | None]) -> str:
+    """As below, but tells how many held where not all ran."""
+    ran = len(outcomes) - outcomes.count(None)
+    if not ran or any(outcomes) or ran == len(outcomes):
+        return _mark(outcomes)
+    return f"{ran} of {len(outcomes)}"
 
 
 def _mark(outcomes: list[str | None]) -> str:
