@@ -141,8 +141,8 @@ class Verdict:
     tokens: int | None
     perplexity: bool
     answers: bool
-    ahead: bool
-    """Of every press, in both, where presses ran."""
+    ahead: bool | None
+    """Of every press, in both; ``None``: none ran."""
 
 
 def verdicts(summary: Sequence[dict[str, Any]], ratio: float = 0.65) -> list[Verdict]:
@@ -162,20 +162,27 @@ def verdicts(summary: Sequence[dict[str, Any]], ratio: float = 0.65) -> list[Ver
             if other["name"].startswith("kvpress ")
             and (other["ratio"], other["tokens"]) == (ratio, row["tokens"])
         ]
-        ahead = all(
-            press.get("perplexity_change", math.inf) > change
-            and press.get("task_accuracy_of_dense", 0.0) < share
-            for press in presses
+        ahead = (
+            None
+            if not presses
+            else all(
+                press.get("perplexity_change", math.inf) > change
+                and press.get("task_accuracy_of_dense", 0.0) < share
+                for press in presses
+            )
         )
         within = change <= MOST_PERPLEXITY
         found.append(Verdict(row["name"], row["tokens"], within, share >= LEAST_ANSWERS, ahead))
     return found
 
 
+_MARKS = {True: "met", False: "missed", None: "not measured"}
+
+
 def print_verdicts(found: Sequence[Verdict]) -> None:
     print("\ntargets at 0.65: perplexity, answers, ahead of every press")
     for each in found:
-        marks = ("met" if met else "missed" for met in (each.perplexity, each.answers, each.ahead))
+        marks = (_MARKS[met] for met in (each.perplexity, each.answers, each.ahead))
         print(f"  {each.name:32s} {each.tokens or 'all':>6} tokens  " + "  ".join(marks))
 
 
