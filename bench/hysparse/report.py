@@ -139,10 +139,10 @@ class Verdict:
 
     name: str
     tokens: int | None
-    perplexity: bool
-    answers: bool
+    perplexity: bool | None
+    answers: bool | None
     ahead: bool | None
-    """Of every press, in both; ``None``: none ran."""
+    """Of every press, in both. ``None``: not measured."""
 
 
 def verdicts(summary: Sequence[dict[str, Any]], ratio: float = 0.65) -> list[Verdict]:
@@ -152,27 +152,23 @@ def verdicts(summary: Sequence[dict[str, Any]], ratio: float = 0.65) -> list[Ver
     for row in summary:
         if row["ratio"] != ratio or row["name"].split(" ")[0] != HySparseConfig.variant:
             continue
-        change, share = (
-            row.get("perplexity_change", math.inf),
-            row.get("task_accuracy_of_dense", 0.0),
-        )
+        change, share = row.get("perplexity_change"), row.get("task_accuracy_of_dense")
         presses = [
             other
             for other in summary
             if other["name"].startswith("kvpress ")
             and (other["ratio"], other["tokens"]) == (ratio, row["tokens"])
         ]
-        ahead = (
-            None
-            if not presses
-            else all(
+        ahead = None
+        if presses and change is not None and share is not None:
+            ahead = all(
                 press.get("perplexity_change", math.inf) > change
                 and press.get("task_accuracy_of_dense", 0.0) < share
                 for press in presses
             )
-        )
-        within = change <= MOST_PERPLEXITY
-        found.append(Verdict(row["name"], row["tokens"], within, share >= LEAST_ANSWERS, ahead))
+        within = None if change is None else change <= MOST_PERPLEXITY
+        right = None if share is None else share >= LEAST_ANSWERS
+        found.append(Verdict(row["name"], row["tokens"], within, right, ahead))
     return found
 
 
