@@ -237,14 +237,11 @@ def memory_section(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def targets(result: dict[str, Any]) -> list[Verdict]:
-    """What was promised of a sparse layer and of a whole step, at ratio 0.65. Shapes that are
-    served dense have no sparse layer."""
+    """What was promised of a sparse layer and of a whole step, at ratio 0.65."""
     found = []
     for row in result.get("layer", ()):
         shape = f"{row['batch']} x {row['context']}, {row['kept']} of {row['tiles']} tiles"
         share = row["selection_share"]
-        if row["served"] == "dense":
-            continue
         found.append(Verdict(f"choosing, of a sparse layer's time, {shape}", share, 0.15, unit=""))
         if wanted := {32768: 2.3, 131072: 2.5}.get(row["context"]):
             faster = Verdict(f"sparse layer, {shape}", row["speedup"], wanted, at_most=False)
