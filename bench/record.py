@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.kernels.machine import command_line, commit
+from bench.kernels.machine import command_line, commit, sources
 
 __all__ = ["machine", "save"]
 
@@ -22,6 +22,7 @@ def machine(**more: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
+        "sources": sources(),
         "command": command_line(),
         "python": platform.python_version(),
         "torch": torch.__version__,

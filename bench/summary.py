@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.kernels.machine import sources, sources_at
 from bench.kernels.report import find, load_report
 from bench.kernels.shapes import DECODE_SHAPES, HEADS, MAIN_HEADS, PREFILL_SHAPES
 from bench.targets import best_peer, fastest, verdicts
@@ -105,7 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = parser.parse_args(arguments).report
     document = load_report(path)
     rows, meta = document["rows"], document["meta"]
-    print(f"Measured on {meta.get('card')}, {meta.get('date')}, commit {meta.get('commit')}\n")
+    print(f"Measured on {meta.get('card')}, {meta.get('date')}, commit {meta.get('commit')}")
+    measured = meta.get("sources") or sources_at(str(meta.get("commit"))) or {}
+    same = measured.get("csrc") == sources()["csrc"]
+    print(f"The kernels of this tree are {'' if same else 'not '}known to be those measured\n")
     for heads in map(str, HEADS):
         print(f"### Decode, {heads} heads, head_dim 128, bf16: microseconds\n")
         print(decode_table(rows, heads) + "\n")
@@ -116,9 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = verdicts(rows)
     print("### Targets\n")
     print("\n".join(map(str, results)))
-    missed = sum(not verdict.passed for verdict in results)
-    print(f"\n{len(results) - missed} of {len(results)} targets met")
-    return 1 if missed else 0
+    promised = [verdict for verdict in results if verdict.limit is not None]
+    print(f"\n{sum(verdict.passed for verdict in promised)} of {len(promised)} targets met")
+    return 0 if all(verdict.passed for verdict in results) else 1
 
 
 if __name__ == "__main__":

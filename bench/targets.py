@@ -49,12 +49,13 @@ Rows = Sequence[Mapping[str, Any]]
 class Verdict:
     """One target and what was measured.
 
-    ``value`` is None where a row is missing, which is never a pass. ``at_most`` says the sense.
+    ``value`` is None where a row is missing, which is never a pass. ``at_most`` says the sense;
+    a ``limit`` of None, that the number was only to be stated.
     """
 
     what: str
     value: float | None
-    limit: float
+    limit: float | None
     at_most: bool = True
     unit: str = "x"
     note: str = ""
@@ -63,13 +64,18 @@ class Verdict:
     def passed(self) -> bool:
         if self.value is None:
             return False
+        if self.limit is None:
+            return True
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
     def __str__(self) -> str:
         state = "pass" if self.passed else "MISS" if self.value is not None else "not measured"
         shown = "-" if self.value is None else f"{self.value:.3f}{self.unit}"
-        sense = "<=" if self.at_most else ">="
         note = f" ({self.note})" if self.note else ""
+        if self.limit is None:
+            state = "stated" if self.passed else state
+            return f"{state:12} {self.what}: {shown}{note}"
+        sense = "<=" if self.at_most else ">="
         return f"{state:12} {self.what}: {shown}, target {sense} {self.limit:g}{self.unit}{note}"
 
 
@@ -213,6 +219,5 @@ def _sm80(rows: Rows) -> Iterator[Verdict]:
             yield Verdict(
                 f"{op} {shape} sm_80 path / default",
                 _ratio(forced, ours),
-                float("inf"),
-                note="to be stated, no limit",
+                limit=None,
             )

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["card_state", "command_line", "commit", "describe", "driver"]
+__all__ = [
+    "SOURCES",
+    "card_state",
+    "command_line",
+    "commit",
+    "describe",
+    "driver",
+    "sources",
+    "sources_at",
+]
+
+SOURCES = ("csrc", "server/bicl")
+_ROOT = Path(__file__).resolve().parents[2]
+_BUILT_FOLDERS = ("__pycache__", "lib")
+_BUILT_FILES = (".o", ".so", ".cubin", ".pyc")
 
 
 def _output(*command: str) -> str | None:
@@ -29,6 +45,40 @@ def commit() -> str | None:
     if head is None:
         return os.environ.get("BENCH_COMMIT")
     return head + ("+changes" if _output("git", "status", "--porcelain", "-uno") else "")
+
+
+def sources(root: Path = _ROOT) -> dict[str, str]:
+    """Git's ids of the folders that were measured, made from the files themselves: whether a
+    ``commit`` that somebody named is the one that ran, ``git rev-parse COMMIT:csrc`` tells."""
+    return {name: _tree(root / name).hex()[:12] for name in SOURCES}
+
+
+def sources_at(revision: str) -> dict[str, str] | None:
+    """The same ids as a commit has them; None where its history is not at hand."""
+    ids = {
+        name: _output("git", "-C", str(_ROOT), "rev-parse", f"{revision}:{name}") or ""
+        for name in SOURCES
+    }
+    return {name: own[:12] for name, own in ids.items()} if all(ids.values()) else None
+
+
+def _tree(folder: Path) -> bytes:
+    entries = []
+    for path in folder.iterdir():
+        name = path.name.encode()
+        if path.is_dir():
+            if path.name not in _BUILT_FOLDERS and not path.name.startswith("."):
+                entries.append((name + b"/", b"40000 %b\0%b" % (name, _tree(path))))
+        elif path.suffix not in _BUILT_FILES:
+            mode = b"100755" if os.access(path, os.X_OK) else b"100644"
+            blob = _object(b"blob", path.read_bytes())
+            entries.append((name, b"%b %b\0%b" % (mode, name, blob)))
+    return _object(b"tree", b"".join(line for _, line in sorted(entries)))
+
+
+def _object(kind: bytes, content: bytes) -> bytes:
+    header = b"%b %d\0" % (kind, len(content))
+    return hashlib.sha1(header + content, usedforsecurity=False).digest()
 
 
 def command_line() -> str:
@@ -68,6 +118,7 @@ def describe(peer_versions: dict[str, str], revision: str | None = None) -> dict
         "python": sys.version.split()[0],
         "peers": peer_versions,
         "commit": revision or commit(),
+        "sources": sources(),
         "date": now.isoformat(timespec="seconds"),
         "command": command_line(),
         "card_before": card_state(),

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-RESULTS = sorted((Path(__file__).resolve().parents[3] / "bench" / "results").glob("*.json"))
+from bench.kernels.machine import SOURCES, sources, sources_at
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = sorted((ROOT / "bench" / "results").glob("*.json"))
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|mnt|Users)/")
 
 
@@ -26,3 +29,23 @@ def test_a_result_names_its_command_commit_and_day(path: Path) -> None:
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_a_result_names_no_folder_of_a_machine(path: Path) -> None:
     assert not MACHINE_PATH.findall(path.read_text())
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_commit_that_a_result_names_is_the_one_that_ran(path: Path) -> None:
+    """Results before 30 November 2026, 02:30, do not say what ran but in their commit."""
+    for meta in metas(json.loads(path.read_text())):
+        committed = sources_at(meta["commit"])
+        if "sources" in meta and committed is not None:
+            assert meta["sources"] == committed
+
+
+def test_the_ids_of_folders_are_gits(tmp_path: Path) -> None:
+    for name in SOURCES:
+        (tmp_path / name / "b").mkdir(parents=True)
+        (tmp_path / name / "b.cu").write_text("kernel\n")
+        (tmp_path / name / "b" / "run.sh").write_text("exit\n")
+        (tmp_path / name / "b" / "run.sh").chmod(0o755)
+        (tmp_path / name / "b" / "built.so").write_text("no source")
+        (tmp_path / name / "__pycache__").mkdir()
+    assert sources(tmp_path) == {"csrc": "0e5b5b17e0b8", "server/bicl": "0e5b5b17e0b8"}

@@ -1,5 +1,7 @@
 """Targets: a miss is a miss, and what was not measured is no pass."""
 
+import json
+
 import pytest
 
 from bench.kernels.report import validate
@@ -66,6 +68,21 @@ def test_nothing_measured_means_nothing_passed():
     assert all(str(verdict).startswith("not measured") for verdict in found)
 
 
+def test_a_number_that_was_only_to_be_stated_is_shown_and_not_counted(tmp_path, capsys):
+    stated = [str(verdict) for verdict in verdicts(everything()) if verdict.limit is None]
+    assert stated == [
+        "stated       decode 32x4096 sm_80 path / default: 1.000x",
+        "stated       prefill 1x4096 sm_80 path / default: 1.000x",
+    ]
+    path = tmp_path / "kernels.json"
+    rows = [row for row in everything() if row["impl"] != "bicl-sm80"]
+    path.write_text(json.dumps({"meta": {}, "rows": rows}))
+    assert main([str(path)]) == 1
+    shown = capsys.readouterr().out
+    assert "not measured decode 32x4096 sm_80 path / default: -" in shown
+    assert f"{len(verdicts(rows)) - 2} of {len(verdicts(rows)) - 2} targets met" in shown
+
+
 @pytest.mark.parametrize(
     ("shape", "limit"),
     [("1x4096", 1.6), ("8x4096", 1.15), ("32x4096", 1.06), ("skew", 1.12), ("mix64", 1.06)],
@@ -95,8 +112,6 @@ def test_the_tables_hold_every_shape():
 
 
 def test_a_missed_target_fails_the_command(tmp_path, capsys):
-    import json
-
     path = tmp_path / "kernels.json"
     path.write_text(json.dumps({"meta": {"card": "c"}, "rows": everything(bicl_us=20.5)}))
     assert main([str(path)]) == 1
