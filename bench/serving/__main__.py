@@ -148,7 +148,8 @@ def main() -> int:
     for part in options.parts.split(","):
         for row in PARTS[part](loaded, options):
             shown = {k: v for k, v in row.items() if k not in ("case", "value", "unit")}
-            print(f"{row['case']}: {row['value']:.5f} {row['unit']} {shown}", flush=True)
+            value = f"{row['value']:.5f} {row['unit']}" if "value" in row else "not seen"
+            print(f"{row['case']}: {value} {shown}", flush=True)
             rows.append(row)
             save(options.out, machine(shape=options.shape, dtype=str(dtype)), rows)
     return 0

@@ -1,8 +1,8 @@
 """Exposed reordering: the share of a step that writing tiles costs and nothing hides.
 
 * **traffic**: requests of chat-shaped lengths come at a fixed rate, whatever the engine answers.
-  While they come, each step has prompt tokens of some; when they stop, those that still run decode,
-  and half a second of that is watched, too.
+  While they come, each step has prompt tokens of some; when they stop and all prompts are computed,
+  those that still run decode, and that is watched, too.
   CUPTI records every kernel. A store kernel is exposed while no other kernel runs;
   ``store_kernels`` counts all of its time, hidden or not, and is the most that it could be.
   ``host_share`` is what the host spends in ``backend.store``. ``by_the_engines_clock`` is what the
@@ -39,7 +39,11 @@ __all__ = ["decode_rows", "exposed_ns", "prefill_rows", "side_stream_rows", "tra
 
 Rows = list[dict[str, Any]]
 
-TAIL_SECONDS = 0.5
+DECODE_STEPS = 40
+"""Watched after the last request came."""
+
+TAIL_SECONDS = 8.0
+"""For these steps, at most: prompts that still wait must be computed first."""
 
 STORE_KERNEL = "store_kv_kernel"
 
@@ -61,7 +65,7 @@ def traffic_rows(engine: Engine, *, rate: float, seconds: float, shrink: float) 
         streams = open_loop(engine, CHAT.shrunk(shrink), rate, seconds)
         elapsed = time.perf_counter() - began
         after = engine.snapshot()
-        time.sleep(TAIL_SECONDS)
+        _let_decode(engine)
     for stream in streams:
         stream.close()
     while engine.snapshot().batch_size or engine.snapshot().queue_size:
@@ -83,12 +87,22 @@ def traffic_rows(engine: Engine, *, rate: float, seconds: float, shrink: float) 
     rows = []
     for kind, wanted in kinds.items():
         steps = [(a, b) for a, b, is_decode in watch.steps if is_decode in wanted]
-        if steps:
-            rows.append({"case": f"exposed reordering, {kind}", **_share(steps, kernels), **load})
+        share = _share(steps, kernels) if steps else {"steps": 0}  # a row without value: not seen
+        rows.append({"case": f"exposed reordering, {kind}", **share, **load})
     total = sum(b - a for a, b, _ in watch.steps)
     rows[0]["host_share"] = watch.store_seconds * 1e9 / total
     rows[0]["by_the_engines_clock"] = (_store_time(after) - _store_time(before)) / (total / 1e9)
     return rows
+
+
+def _let_decode(engine: Engine) -> None:
+    """Return when some steps had no prompt tokens, or there will be none."""
+    deadline, first = time.perf_counter() + TAIL_SECONDS, engine.snapshot().decode_steps
+    while time.perf_counter() < deadline:
+        stats = engine.snapshot()
+        if stats.decode_steps >= first + DECODE_STEPS or not stats.batch_size + stats.queue_size:
+            return
+        time.sleep(0.02)
 
 
 def _store_time(stats: EngineStats) -> float:
