@@ -54,7 +54,7 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterato
             yield from reordering.traffic_rows(
                 engine, rate=options.rate, seconds=options.seconds, shrink=shrink
             )
-        shapes = [(1, 1024), (64, 1024), (options.batch, 1024)]
+        shapes = [(1, 1024), (32, 1024), (32, 4096), (options.batch, 1024)]
         fitting = [(b, k) for b, k in shapes if b * k // 64 <= options.pages]
         yield from reordering.decode_rows(engine, fitting, rounds=2 * options.rounds)
         shapes = [(1, 2048), (1, 4096)]
