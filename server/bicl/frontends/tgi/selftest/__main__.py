@@ -14,7 +14,7 @@ import torch
 
 from bicl.errors import ConfigError
 from bicl.frontends.tgi.install import find_patches
-from bicl.frontends.tgi.selftest.runner import run_scenario
+from bicl.frontends.tgi.selftest.runner import on_cpu, run_scenario
 from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     if unknown := set(options.scenarios) - set(SCENARIOS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; use {', '.join(SCENARIOS)}")
     try:
-        hook = (options.patches or find_patches()) / "hook"
+        machine = on_cpu((options.patches or find_patches()) / "hook")
     except ConfigError as error:
         print(f"bicl: {error}", file=sys.stderr)
         return 2
@@ -38,7 +38,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bicl-selftest-") as temporary:
         folder = options.models or Path(temporary)
         for scenario in options.scenarios or _possible():
-            for result in run_scenario(scenario, folder, hook, options.case):
+            for result in run_scenario(scenario, folder, machine, options.case):
                 failed, passed = failed + bool(result.problem), passed + (not result.problem)
                 mark = "FAIL" if result.problem else "ok"
                 print(

@@ -35,6 +35,7 @@ class Bench:
             layers round differently from batch to batch. After it the two go their own ways.
         new_tokens: of a request, where a case says nothing else.
         prefixes: requests may share pages.
+        alone: where the same prompt is run alone; by default here.
         restart: stops the shards and starts new ones; sets ``shards`` and ``router``.
     """
 
@@ -48,6 +49,7 @@ class Bench:
     tie: float = 0.0
     new_tokens: int = 12
     prefixes: bool = True
+    alone: Router | None = None
     restart: Callable[[], None] = lambda: None
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
@@ -100,10 +102,11 @@ class Bench:
         if self.exact:
             count = sequence.max_new_tokens
             return self.model.greedy_with_tops(sequence.prompt, count, sequence.adapter)
-        alone = self.router.sequence(sequence.prompt, sequence.max_new_tokens)
+        router = self.alone or self.router
+        alone = router.sequence(sequence.prompt, sequence.max_new_tokens)
         alone.adapter = sequence.adapter
         alone.top = NEAR_TOKENS if self.tie else 0
-        self.router.prefill(alone)
-        self.router.finish()
-        self.router.release(alone)
+        router.prefill(alone)
+        router.finish()
+        router.release(alone)
         return alone.tokens, alone.tops

@@ -62,17 +62,17 @@ do not edit. Tokens equal those of plain transformers, or, for fp8 caches, those
 alone and in one piece. Pages are full of NaN before they are written. In the column of random
 traffic, free pages must stay so, and attention inside the shard is compared with PyTorch's over
 keys and values kept apart from the pages (not for fp8). The last column: the same cases in
-bfloat16 on a GPU with CUDA graphs and our kernels (`bench/results/tgi-checks-h200.json`), where
-tokens are those of the same prompt alone, or as likely, and with adapters those of transformers.
+bfloat16 on GPUs with CUDA graphs and our kernels (`bench/results/tgi-checks-h200.json`), where
+tokens are those of the same prompt alone, or as likely; with adapters those of transformers, and
+of two GPUs those of one.
 
 `yes`: all cases of the column hold. `-`: text-generation-inference does not do it there, or the
-row has no adapters, no host cache or no disk cache, or needs two GPUs (see tgi.md).
+row has no adapters, no host cache or no disk cache.
 `NO`: a case fails. `?`: not run. `n of m`: so many cases ran there, and held.
 """
 
 
 ON_CARD = "on an H200"
-CAPACITY = "capacity_fills_the_memory_and_no_more"  # counted in float32, on the CPU only
 
 
 def matrix(lines: Iterable[str], on_card: Iterable[Mapping[str, str]] = ()) -> str:
@@ -88,8 +88,7 @@ def matrix(lines: Iterable[str], on_card: Iterable[Mapping[str, str]] = ()) -> s
         for cases in FEATURES.values():
             outcomes = [problems.get((name, case)) for case in cases if case in known]
             marks.append(_mark(outcomes))
-        single = scenario.world_size == 1
-        marks.append(_part([there.get((name, c)) for c in known - {CAPACITY}] if single else []))
+        marks.append(_part([there.get((name, case)) for case in known]))
         rows.append(f"| {name} | " + " | ".join(marks) + " |")
     return HEAD + "\n" + "\n".join(rows) + "\n"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from bicl.frontends.tgi.selftest.router import Router, request_of
 from bicl.frontends.tgi.selftest.scenarios import SCENARIOS, Scenario
 from bicl.frontends.tgi.selftest.shard import Shards, start_environment
 
-__all__ = ["Result", "run_scenario"]
+__all__ = ["START", "Machine", "Result", "on_cpu", "run_cases", "run_scenario", "running"]
 
 START = "start_and_warm_up"
+TIE = 0.3  # log-probability by which bf16 may prefer another token than bf16 in another batch
+TIE_BESIDE_FLOAT32 = 1.0  # the same beside float32; a wrong token is several less likely
 
 
 @dataclass(frozen=True)
@@ -31,68 +33,104 @@ class Result:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class Machine:
+    """Where scenarios run.
+
+    Attributes:
+        environment: of the shards, with the start-up hook on their path.
+        flags: of the shards, beside the scenario's.
+        half: they compute in half precision: tokens are those of the same prompt alone, or as
+            likely (of one rank, where there are several); with adapters those of transformers, for
+            a shard that leaves them out agrees with itself.
+    """
+
+    environment: Mapping[str, str]
+    flags: tuple[str, ...] = ()
+    half: bool = False
+
+
+def on_cpu(hook: Path) -> Machine:
+    """Float32 on the CPU. ``hook``: folder of ``bicl_tgi_start.py``."""
+    return Machine(start_environment(hook, {}))
+
+
 def run_scenario(
-    name: str, folder: Path, hook: Path, only: Collection[str] = ()
+    name: str, folder: Path, machine: Machine, only: Collection[str] = ()
 ) -> Iterator[Result]:
     """Start the shard once and run every case of a scenario on it.
 
     Args:
         folder: for models; what is there already is used again.
-        hook: folder of ``bicl_tgi_start.py``.
         only: run these cases; by default all.
     """
-    scenario, begin = SCENARIOS[name], time.monotonic()
-    memory = {"TEST_FREE_MEMORY": str(scenario.free_bytes)}
-    environment = start_environment(hook, {**scenario.environment, **memory})
+    begin = time.monotonic()
     with ExitStack() as stack:
         try:
-            model = make_model(scenario.model, folder)
-            adapters = [f"{each}={model.path / each}" for each in scenario.adapters]
-            environment["LORA_ADAPTERS"] = ",".join(adapters)
-            if scenario.disk_cache:
-                disk = stack.enter_context(tempfile.TemporaryDirectory(prefix="bicl-disk-"))
-                environment["BICL_DISK_CACHE_DIR"] = disk
-
-            def start() -> Bench:
-                shards = Shards(
-                    model.path, environment, *scenario.flags, world_size=scenario.world_size
-                )
-                return _warm_up(stack.enter_context(shards), model, scenario)
-
-            def restart() -> None:
-                while not all(bench.shards.auditor().settled()):
-                    time.sleep(0.05)
-                bench.shards.stop()
-                fresh = start()
-                bench.shards, bench.router = fresh.shards, fresh.router
-
-            bench = start()
-            bench.restart = restart
+            bench = stack.enter_context(running(name, folder, machine))
         except Exception:
             yield Result(name, START, time.monotonic() - begin, traceback.format_exc())
             return
         yield Result(name, START, time.monotonic() - begin)
-        for case, function in scenario.cases.items():
-            if not only or case in only:
-                yield _run_case(name, case, function, bench)
+        yield from run_cases(name, bench, only)
 
 
-def _run_case(scenario: str, case: str, function: Callable[[Bench], None], bench: Bench) -> Result:
-    begin = time.monotonic()
-    try:
-        function(bench)
-    except Exception:
-        bench.router.abandon()
-        return Result(scenario, case, time.monotonic() - begin, traceback.format_exc())
-    return Result(scenario, case, time.monotonic() - begin)
+def run_cases(name: str, bench: Bench, only: Collection[str] = ()) -> Iterator[Result]:
+    """Every case of a scenario, or those of ``only``, on a running shard."""
+    for case, function in SCENARIOS[name].cases.items():
+        if only and case not in only:
+            continue
+        begin, problem = time.monotonic(), ""
+        try:
+            function(bench)
+        except Exception:
+            problem = traceback.format_exc()
+            bench.router.abandon()
+        yield Result(name, case, time.monotonic() - begin, problem)
 
 
-def _warm_up(shards: Shards, model: Model, scenario: Scenario) -> Bench:
+@contextmanager
+def running(name: str, folder: Path, machine: Machine) -> Iterator[Bench]:
+    """A scenario's shards, warmed up; stopped at the end, those of a restart too."""
+    scenario = SCENARIOS[name]
+    model = make_model(scenario.model, folder)
+    with ExitStack() as stack:
+        adapters = [f"{each}={model.path / each}" for each in scenario.adapters]
+        plain = {
+            **machine.environment,
+            "TEST_FREE_MEMORY": str(scenario.free_bytes),
+            "LORA_ADAPTERS": ",".join(adapters),
+        }
+        environment = {**plain, **scenario.environment}
+        if scenario.disk_cache:
+            disk = stack.enter_context(tempfile.TemporaryDirectory(prefix="bicl-disk-"))
+            environment["BICL_DISK_CACHE_DIR"] = disk
+        flags = (*machine.flags, *scenario.flags)
+
+        def start(environment: Mapping[str, str], world_size: int) -> Bench:
+            shards = Shards(model.path, environment, *flags, world_size=world_size)
+            return _warm_up(stack.enter_context(shards), model, scenario, machine.half)
+
+        def restart() -> None:
+            while not all(bench.shards.auditor().settled()):
+                time.sleep(0.05)
+            bench.shards.stop()
+            fresh = start(environment, scenario.world_size)
+            bench.shards, bench.router = fresh.shards, fresh.router
+
+        bench = start(environment, scenario.world_size)
+        bench.restart = restart
+        if machine.half and scenario.world_size > 1:
+            bench.alone = start(plain, 1).router
+        yield bench
+
+
+def _warm_up(shards: Shards, model: Model, scenario: Scenario, half: bool) -> Bench:
     text = model.text(model.prompt(PREFILL_TOKENS, "warm-up"))
     request = request_of(0, text, PREFILL_TOKENS)
     request.stopping_parameters.max_new_tokens = TOTAL_TOKENS - PREFILL_TOKENS
     num_tokens = shards.warmup([request], PREFILL_TOKENS, TOTAL_TOKENS)
-    return Bench(
+    bench = Bench(
         shards=shards,
         router=Router(shards, model, num_tokens, shards.info().block_size),
         model=model,
@@ -103,3 +141,8 @@ def _warm_up(shards: Shards, model: Model, scenario: Scenario) -> Bench:
         new_tokens=scenario.new_tokens,
         prefixes=scenario.prefixes,
     )
+    if half:
+        bench.kv_bytes = min(scenario.kv_bytes, 2)
+        bench.exact = bool(scenario.adapters)
+        bench.tie = TIE_BESIDE_FLOAT32 if bench.exact else TIE
+    return bench
