@@ -42,9 +42,11 @@ SHAPES = (
     (128, 1024), (128, 4096),  # 128 x 16384 would need 275 GB of pages
 )  # fmt: skip
 GRAPHS = "1,2,4,8,16,32,128"
-STEPS = 20
-TIMED_STEPS = STEPS + 5
+ROUNDS = 4  # of all caches in turns, forwards and backwards
+WARM_STEPS, STEPS = 2, 8  # of a round
+TIMED_STEPS = ROUNDS * (WARM_STEPS + STEPS)
 TIMELINE_STEPS = 6
+ALL_STEPS = TIMED_STEPS + TIMELINE_STEPS + 2  # of a request
 PREFILL_TOKENS = 4096
 TOTAL_TOKENS = 16640
 TOKENS_TOGETHER = 142_000  # of every shard while all take turns on one card
@@ -154,6 +156,7 @@ class Contestant:
         self.shards = Shards(model, environment, "--dtype", "bfloat16", *flags)
         self._router: Router | None = None
         self._sequences: list[Sequence] = []
+        self._rounds: list[list[float]] = []
 
     def warm_up(self, num_tokens: int) -> None:
         """Make pages for so many tokens, in place of those before; 0: keep none."""
@@ -166,22 +169,28 @@ class Contestant:
         """Claim that all but the last token of each prompt is cached, and compute that."""
         assert self._router is not None
         self._timeline.unlink(missing_ok=True)
-        steps = TIMED_STEPS + TIMELINE_STEPS + 2
-        self._sequences = [self._router.sequence(ids, steps) for ids in prompts]
+        self._rounds = []
+        self._sequences = [self._router.sequence(ids, ALL_STEPS) for ids in prompts]
         self._router.prefill(*self._sequences, cached=len(prompts[0]) - 1)
 
-    def time(self) -> dict[str, float]:
-        """Microseconds of a decode step, medians: the shard's own time (``us``); and, of some
-        steps after the timed ones, on the host before the graph, on the GPU in it, and after."""
+    def time_round(self) -> None:
         assert self._router is not None
-        self._router.decode(TIMED_STEPS)
-        result = {"us": statistics.median(self._router.step_microseconds[-STEPS:])}
+        self._router.decode(WARM_STEPS + STEPS)
+        self._rounds.append(self._router.step_microseconds[-STEPS:])
+
+    def medians(self) -> dict[str, Any]:
+        """Microseconds of a decode step: the shard's own time (``us``, and that of each round);
+        and, of some steps after the timed ones, on the host before the graph, on the GPU in it,
+        and after."""
+        assert self._router is not None
+        result = {"us": statistics.median(us for each in self._rounds for us in each)}
         self._router.decode(TIMELINE_STEPS)
         if self._timeline.exists():  # a step that no graph holds has no line
             lines = [json.loads(line) for line in self._timeline.read_text().splitlines()]
             for part in ("before", "graph", "after"):
                 result[f"{part}_us"] = statistics.median(line[part] for line in lines)
-        return {name: round(value, 1) for name, value in result.items()}
+        facts: dict[str, Any] = {name: round(value, 1) for name, value in result.items()}
+        return facts | {"rounds_us": [round(statistics.median(each)) for each in self._rounds]}
 
     def end(self) -> None:
         assert self._router is not None
@@ -194,7 +203,7 @@ class Contestant:
         """Write the kernels of one step; the process is slower from then on."""
         self._profile.write_text(str(out))
         self.begin(prompts)
-        self.time()
+        self.time_round()
         self.end()
 
 
@@ -204,7 +213,7 @@ def prompts_of(batch: int, context: int) -> list[list[int]]:
 
 def tokens_of(batch: int, context: int) -> int:
     """That the pages of a shape hold, page 0 included."""
-    pages = -(-(context + TIMED_STEPS + TIMELINE_STEPS + 2) // 64)
+    pages = -(-(context + ALL_STEPS) // 64)
     return (batch * pages + 1) * 64
 
 
@@ -226,22 +235,31 @@ def each(action: Callable[[Contestant], Any], contestants: list[Contestant]) -> 
 
 
 def race(contestants: list[Contestant], batch: int, context: int) -> list[dict[str, Any]]:
-    """A shape's rows: prefills side by side, then each contestant's steps alone."""
+    """A shape's rows: prefills side by side, then each contestant's steps alone, in rounds."""
     prompts, rows = prompts_of(batch, context), []
     each(lambda c: c.begin(prompts), contestants)
 
-    def time_it(contestant: Contestant) -> None:
+    def add_row(contestant: Contestant) -> None:
         row = {"op": "step", "heads": "32/8", "shape": f"{batch}x{context}"}
-        rows.append(row | {"impl": contestant.name} | contestant.time())
+        rows.append(row | {"impl": contestant.name} | contestant.medians())
         print(*rows[-1].values(), flush=True)
 
-    for contestant in list(contestants):
-        alone = [contestant]
-        each(time_it, alone)
-        if not alone:
-            contestants.remove(contestant)
+    for number in range(ROUNDS):
+        in_turns(Contestant.time_round, contestants, backwards=bool(number % 2))
+    in_turns(add_row, contestants)
     each(Contestant.end, contestants)
     return rows
+
+
+def in_turns(
+    action: Callable[[Contestant], Any], contestants: list[Contestant], *, backwards: bool = False
+) -> None:
+    """One after the other; one that fails is dropped."""
+    for contestant in contestants[:: -1 if backwards else 1]:
+        alone = [contestant]
+        each(action, alone)
+        if not alone:
+            contestants.remove(contestant)
 
 
 def describe(what: str) -> dict[str, Any]:
@@ -266,7 +284,10 @@ def main() -> int:
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     small = [shape for shape in shapes if tokens_of(*shape) <= TOKENS_TOGETHER]
     large = [shape for shape in shapes if shape not in small]
-    what = f"the shard's own time of a decode step, median of {STEPS}; graphs {GRAPHS}"
+    what = (
+        f"the shard's own time of a decode step, median of {ROUNDS} rounds of {STEPS}; "
+        f"graphs {GRAPHS}"
+    )
     rows: list[dict[str, Any]] = []
 
     def run(contestants: list[Contestant], batch: int, context: int) -> None:
@@ -274,6 +295,7 @@ def main() -> int:
             print(f"{batch}x{context} left out: no time", flush=True)
             return
         rows.extend(race(contestants, batch, context))
+        print(f"{batch}x{context} done after {time.monotonic() - began:.1f} s", flush=True)
         if options.out:
             save(options.out, describe(what), rows)
 
