@@ -1,6 +1,7 @@
 """Print the tables of decode steps in TGI's shard and say which targets are met.
 
-``python -m bench.tgi.summary [bench/results/tgi-h200.json]``; exits 1 if a target is missed.
+``python -m bench.tgi.summary [bench/results/tgi-h200.json]``; exits 1 if a target is missed. The
+layout's share and the kernel's come from the rows of ``bench/results/kernels-h200.json``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT = Path("bench/results/tgi-h200.json")
+KERNELS = Path("bench/results/kernels-h200.json")
+LAYERS, HEADS = 32, "32/8"  # of the model whose steps are timed
 OURS, HALF, STOCK, CORES = "bicl", "bicl-fp8", "flashinfer-p1", "flashinfer-p1-tc"
+TOKEN_MAJOR = "token-major"
 GAINS = {"32x4096": 1.3, "8x16384": 1.3, "32x16384": 1.4}  # over TGI's default; else GAIN
 GAIN, GAIN_OVER_CORES = 1.2, 1.07
 GAIN_OF_FP8 = {"32x4096": 1.15}
@@ -80,6 +84,39 @@ def parts_table(steps: Steps) -> str:
     return "\n".join(lines)
 
 
+def attention_rows(path: Path) -> Steps:
+    """Rows of a layer's decode attention with the model's heads, of the kernels' result file."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        if (row["op"], row.get("heads")) == ("decode", HEADS):
+            found.setdefault(row["shape"], {})[row["impl"]] = row
+    return found
+
+
+def split_table(steps: Steps, attention: Steps) -> str:
+    """What of the gain over TGI's default is whose, ms: the host's, and on the GPU the kernel's
+    (the same kernel on token-major pages beside TGI's default), the tiled layout's (our kernel on
+    tiled beside token-major pages), and the rest of the graph's: the store."""
+    lines = [
+        "| batch x context | gained | host work saved | GPU | of that the kernel | the layout "
+        "| the store and the rest |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for shape, step in steps.items():
+        ours, theirs = step.get(OURS, {}), step.get(STOCK, {})
+        layer = attention.get(shape, {})
+        if not ("graph_us" in ours and "graph_us" in theirs and TOKEN_MAJOR in layer):
+            continue
+        tiled, plain, stock = (float(layer[name]["us"]) for name in (OURS, TOKEN_MAJOR, STOCK))
+        host = sum(theirs[f"{p}_us"] - ours[f"{p}_us"] for p in ("before", "after"))
+        graph = theirs["graph_us"] - ours["graph_us"]
+        kernel, layout = (LAYERS * each for each in (stock - plain, plain - tiled))
+        parts = (host + graph, host, graph, kernel, layout, graph - kernel - layout)
+        cells = [f"{value / 1000:.2f}" for value in parts]
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def verdicts(steps: Steps) -> Iterator[tuple[str, float | None, float]]:
     """What was promised, what was measured (None: not), and the least that meets it."""
     for shape, step in steps.items():
@@ -91,7 +128,8 @@ def verdicts(steps: Steps) -> Iterator[tuple[str, float | None, float]]:
 
 def main() -> int:
     steps = load(Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT)
-    print(step_table(steps), parts_table(steps), sep="\n\n")
+    split = split_table(steps, attention_rows(KERNELS))
+    print(step_table(steps), parts_table(steps), split, sep="\n\n")
     missed = 0
     print()
     for what, value, least in verdicts({shape: {} for shape in PROMISED} | dict(steps)):

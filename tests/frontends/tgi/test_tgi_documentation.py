@@ -8,6 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from bench.tgi.summary import (
+    DEFAULT,
+    KERNELS,
+    attention_rows,
+    load,
+    parts_table,
+    split_table,
+    step_table,
+)
 from bicl.launcher.flags import OUR_FLAGS
 
 ROOT = Path(__file__).parents[3]
@@ -51,3 +60,11 @@ def test_flags_and_variables_are_documented() -> None:
     read = {name for path in SOURCES for name in re.findall(r"BICL_[A-Z_]+[A-Z]", path.read_text())}
     for name in read - {"BICL_TGI"}:
         assert name in PAGE, name
+
+
+def test_tables_are_those_of_the_result_files() -> None:
+    """Of the last run, not of one before: ``python -m bench.tgi.summary`` prints them."""
+    steps = load(ROOT / DEFAULT)
+    split = split_table(steps, attention_rows(ROOT / KERNELS))
+    for table in (step_table(steps), parts_table(steps), split):
+        assert table in PAGE

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.tgi.summary import load, parts_table, step_table, verdicts
+from bench.tgi.summary import load, parts_table, split_table, step_table, verdicts
 
 
 def steps_of(tmp_path: Path, *rows: dict[str, Any]) -> Any:
@@ -45,3 +45,14 @@ def test_the_gain_is_told_apart_into_gpu_and_host(tmp_path: Path) -> None:
     theirs = row("1x1024", "flashinfer-p1", 6500, before_us=1000, graph_us=5000, after_us=500)
     last = parts_table(steps_of(tmp_path, ours, theirs)).splitlines()[-1]
     assert last.endswith("| 0.50 | 1.00 |")
+
+
+def test_the_gpus_gain_is_told_apart_into_kernel_layout_and_store(tmp_path: Path) -> None:
+    ours = row("1x4096", "bicl", 5000, before_us=200, graph_us=4500, after_us=300)
+    theirs = row("1x4096", "flashinfer-p1", 6500, before_us=1000, graph_us=5000, after_us=500)
+    steps = steps_of(tmp_path, ours, theirs)
+    layer = {"bicl": {"us": 8.0}, "token-major": {"us": 9.0}, "flashinfer-p1": {"us": 19.0}}
+    last = split_table(steps, {"1x4096": layer}).splitlines()[-1]
+    assert last == "| 1x4096 | 1.50 | 1.00 | 0.50 | 0.32 | 0.03 | 0.15 |"
+    del layer["token-major"]
+    assert "1x4096" not in split_table(steps, {"1x4096": layer})
