@@ -276,3 +276,16 @@ def test_pages_that_come_while_the_step_is_planned_are_not_overlooked(tiny, monk
         assert engine.snapshot().generated_tokens > first.done.usage.generated_tokens
         run_steps(engine)
         assert collect(stream).ids == first.ids
+
+
+def test_pages_are_saved_behind_the_way_of_the_tokens(tiny, monkeypatch) -> None:
+    """A copy of many pages that began first would hold up the step's tokens."""
+    order = []
+    with tiered(tiny) as engine:
+        mark, choose = engine._tiers.mover.mark, engine._emitter.choose
+        monkeypatch.setattr(engine._tiers.mover, "mark", lambda: order.append("save") or mark())
+        monkeypatch.setattr(
+            engine._emitter, "choose", lambda *args: order.append("tokens") or choose(*args)
+        )
+        serve(engine, request(prompt(130), 1))
+    assert order == ["tokens", "save"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from bicl.frontends.http.engine.sampler import Choice, choose
+from bicl.frontends.http.engine.sampler import Choice, Chosen, choose
 from bicl.frontends.http.engine.scheduler import Chunk
 from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
 from bicl.frontends.http.request import (
@@ -18,9 +19,17 @@ from bicl.frontends.http.request import (
     TokenEvent,
 )
 
-__all__ = ["Emitter", "Last"]
+__all__ = ["Emitter", "Last", "Ready"]
 
 Last = RequestDone | RequestFailed
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Sequences whose next tokens are being chosen. ``chosen`` is None if there are none."""
+
+    sequences: list[Sequence]
+    chosen: Chosen | None
 
 
 class Emitter:
@@ -30,20 +39,14 @@ class Emitter:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
 
-    def emit(
-        self, chunks: SequenceOf[Chunk], logits: torch.Tensor
-    ) -> tuple[int, list[tuple[Sequence, Last]]]:
-        """Emit one token for every chunk that computed its sequence's last one.
+    def choose(self, chunks: SequenceOf[Chunk], logits: torch.Tensor) -> Ready:
+        """Begin to choose a token for every chunk that computed its sequence's last one.
 
         Args:
             chunks: of the step.
             logits: their rows, as :meth:`ModelRunner.forward` returned them; overwritten.
-
-        Returns:
-            How many tokens were chosen; sequences that ended, with the event that is
-            still to be put on their streams.
         """
-        ready, rows, ended = [], [], []
+        ready, rows = [], []
         row = 0
         for chunk in chunks:
             size = chunk.num_logits
@@ -54,18 +57,29 @@ class Emitter:
                 ready.append(chunk.sequence)
                 rows.append(row - 1)
         if not ready:
-            return 0, []
+            return Ready([], None)
         if len(rows) != logits.shape[0]:
             logits = logits[rows]
-        choices = choose(logits, [s.sampling for s in ready], [s.ids for s in ready])
-        for sequence, choice in zip(ready, choices, strict=True):
+        return Ready(ready, choose(logits, [s.sampling for s in ready], [s.ids for s in ready]))
+
+    def emit(self, ready: Ready) -> tuple[int, list[tuple[Sequence, Last]]]:
+        """Wait for the tokens and tell the streams.
+
+        Returns:
+            How many tokens were chosen; sequences that ended, with the event that is
+            still to be put on their streams.
+        """
+        if ready.chosen is None:
+            return 0, []
+        ended = []
+        for sequence, choice in zip(ready.sequences, ready.chosen.read(), strict=True):
             try:
                 last = self._advance(sequence, choice)
             except Exception as error:  # its own grammar or text; the others go on
                 last = RequestFailed(error)
             if last is not None:
                 ended.append((sequence, last))
-        return len(ready), ended
+        return len(ready.sequences), ended
 
     def _advance(self, sequence: Sequence, choice: Choice) -> Last | None:
         if choice.error is not None:

@@ -300,12 +300,15 @@ class Engine:
         try:
             chunks, logits = self._forward(plan)
             forwarded = time.perf_counter()
+            ready = self._emitter.choose(chunks, logits)
+            # Beside the device's work, and behind the way of its tokens: pages that are saved now
+            # fill that way for milliseconds.
             with self._lock:
                 for chunk in chunks:
                     self._scheduler.commit(chunk)
                 if self._sparse is not None:
                     self._sparse.settle(chunks)
-            num_generated, ended = self._emitter.emit(chunks, logits)
+            num_generated, ended = self._emitter.emit(ready)
         except Exception as error:
             if not (isinstance(error, TransferError) and self._retry(plan)):
                 self._fail_batch(plan, error)

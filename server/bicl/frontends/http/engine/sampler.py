@@ -16,7 +16,7 @@ import torch
 from bicl.frontends.http.engine.grammar import GrammarState
 from bicl.frontends.http.request import GenerationParams
 
-__all__ = ["Choice", "SamplingState", "choose"]
+__all__ = ["Choice", "Chosen", "SamplingState", "choose"]
 
 WATERMARK_GAMMA = 0.5
 WATERMARK_DELTA = 2.0
@@ -72,10 +72,37 @@ class _Row:
     error: Exception | None = field(default=None)
 
 
+class Chosen:
+    """Tokens on their way to the host. What is issued on the device's stream from now on comes
+    behind them."""
+
+    def __init__(self, tokens: torch.Tensor, logprobs: torch.Tensor, rows: list[_Row]) -> None:
+        values = logprobs.gather(1, tokens[:, None]).squeeze(1)
+        self._logprobs = logprobs
+        self._rows = rows
+        self._tokens = tokens.to("cpu", non_blocking=True)
+        self._values = values.to("cpu", non_blocking=True)
+        self._there = torch.cuda.Event() if tokens.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._there is not None:
+            self._there.record(torch.cuda.current_stream(tokens.device))
+
+    def read(self) -> list[Choice]:
+        """Wait for the device."""
+        if self._there is not None:
+            self._there.synchronize()
+        tokens, values = self._tokens.tolist(), self._values.tolist()
+        choices = []
+        for i, (row, token, value) in enumerate(zip(self._rows, tokens, values, strict=True)):
+            wanted = row.state.params.top_n_tokens
+            top = _top(self._logprobs[i], wanted) if wanted else ()
+            choices.append(Choice(token, value, top, row.error))
+        return choices
+
+
 def choose(
     logits: torch.Tensor, states: Sequence[SamplingState], histories: Sequence[Sequence[int]]
-) -> list[Choice]:
-    """Choose a token for each row.
+) -> Chosen:
+    """Choose a token for each row. Waits for the device only where a rule must.
 
     Args:
         logits: float32 ``[n, vocab_size]``; overwritten.
@@ -90,12 +117,7 @@ def choose(
     for i, state in enumerate(states):
         if state.forced:
             chosen[i] = state.forced.popleft()
-    values = logprobs.gather(1, chosen[:, None]).squeeze(1).tolist()
-    tops = [_top(logprobs[i], row.state.params.top_n_tokens) for i, row in enumerate(rows)]
-    return [
-        Choice(token, value, top, row.error)
-        for token, value, top, row in zip(chosen.tolist(), values, tops, rows, strict=True)
-    ]
+    return Chosen(chosen, logprobs, rows)
 
 
 def _draw(scores: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
@@ -111,8 +133,6 @@ def _draw(scores: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
 
 def _top(logprobs: torch.Tensor, n: int) -> tuple[tuple[int, float], ...]:
     """The ``n`` best; if others tie with the last of them, those too."""
-    if n == 0:
-        return ()
     n = min(n, logprobs.shape[0])
     last = logprobs.topk(n).values[-1].clamp_min(torch.finfo(logprobs.dtype).min)
     count = int((logprobs >= last).sum())
