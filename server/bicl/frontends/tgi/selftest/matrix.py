@@ -1,5 +1,5 @@
-"""``python -m bicl.frontends.tgi.selftest.matrix RESULTS.jsonl [CHECKS.json]``: the support matrix
-in Markdown.
+"""``python -m bicl.frontends.tgi.selftest.matrix RESULTS.jsonl [CHECKS.json ...]``: the support
+matrix in Markdown.
 
 Every mark comes from a case that ran against TGI's real shard; see ``--json`` of the self-test and,
 for the last column, ``--out`` of ``bench.tgi.check``.
@@ -62,7 +62,7 @@ do not edit. Tokens equal those of plain transformers, or, for fp8 caches, those
 alone and in one piece. Pages are full of NaN before they are written. In the column of random
 traffic, free pages must stay so, and attention inside the shard is compared with PyTorch's over
 keys and values kept apart from the pages (not for fp8). The last column: the same cases in
-bfloat16 on GPUs with CUDA graphs and our kernels (`bench/results/tgi-checks-h200.json`), where
+bfloat16 on GPUs with CUDA graphs and our kernels (`bench/results/tgi-checks-*h200.json`), where
 tokens are those of the same prompt alone, or as likely; with adapters those of transformers, and
 of two GPUs those of one.
 
@@ -93,6 +93,12 @@ def matrix(lines: Iterable[str], on_card: Iterable[Mapping[str, str]] = ()) -> s
     return HEAD + "\n" + "\n".join(rows) + "\n"
 
 
+def rows_of(checks: str) -> list[dict[str, str]]:
+    """Of a result file of ``bench.tgi.check``."""
+    found = json.loads(checks)
+    return [row for run in found.get("runs", [found]) for row in run["rows"]]
+
+
 def _part(outcomes: list[str | None]) -> str:
     """As below, but tells how many held where not all ran."""
     ran = len(outcomes) - outcomes.count(None)
@@ -111,7 +117,5 @@ def _mark(outcomes: list[str | None]) -> str:
 
 
 if __name__ == "__main__":
-    files = [Path(name).read_text() for name in sys.argv[1:]]
-    found = json.loads(files[1]) if len(files) > 1 else {"rows": []}
-    checks = [row for run in found.get("runs", [found]) for row in run["rows"]]
-    sys.stdout.write(matrix(files[0].splitlines(), checks))
+    results, *checks = (Path(name).read_text() for name in sys.argv[1:])
+    sys.stdout.write(matrix(results.splitlines(), [row for c in checks for row in rows_of(c)]))

@@ -107,21 +107,26 @@ def running(name: str, folder: Path, machine: Machine) -> Iterator[Bench]:
             environment["BICL_DISK_CACHE_DIR"] = disk
         flags = (*machine.flags, *scenario.flags)
 
-        def start(environment: Mapping[str, str], world_size: int) -> Bench:
+        def start(environment: Mapping[str, str], world_size: int) -> Shards:
             shards = Shards(model.path, environment, *flags, world_size=world_size)
-            return _warm_up(stack.enter_context(shards), model, scenario, machine.half)
+            stack.callback(shards.stop)
+            return shards
+
+        def warm_up(shards: Shards) -> Bench:
+            return _warm_up(shards.__enter__(), model, scenario, machine.half)
 
         def restart() -> None:
             while not all(bench.shards.auditor().settled()):
                 time.sleep(0.05)
             bench.shards.stop()
-            fresh = start(environment, scenario.world_size)
+            fresh = warm_up(start(environment, scenario.world_size))
             bench.shards, bench.router = fresh.shards, fresh.router
 
-        bench = start(environment, scenario.world_size)
+        several = machine.half and scenario.world_size > 1
+        one = start(plain, 1) if several else None
+        bench = warm_up(start(environment, scenario.world_size))
         bench.restart = restart
-        if machine.half and scenario.world_size > 1:
-            bench.alone = start(plain, 1).router
+        bench.alone = warm_up(one).router if one else None
         yield bench
 
 
