@@ -130,7 +130,8 @@ def quantise_rows(means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Steps uint8 ``[..., D]`` and float16 ``[..., 2]``: an element is ``steps * a + b``.
     """
     low, high = means.amin(dim=-1), means.amax(dim=-1)
-    affine = torch.stack(((high - low) / STEPS, low), dim=-1).half()
+    count = low.new_full((), STEPS)  # by a Python number, CUDA would multiply by its inverse
+    affine = torch.stack(((high - low) / count, low), dim=-1).half()
     step, least = affine.float().unsqueeze(-2).unbind(dim=-1)
     steps = ((means - least) / torch.where(step > 0, step, 1.0)).round().clamp(0, STEPS)
     return torch.where(step > 0, steps, 0.0).byte(), affine
