@@ -35,18 +35,24 @@ def same_precision_attention(
     scores = torch.einsum("qhd,khd->hqk", query, key * scale)
     if softcap > 0.0:
         scores = (scores / softcap).tanh() * softcap
-    mask = visible(num_q, num_k, causal, window_left, window_right).to(query.device)
+    mask = visible(num_q, num_k, causal, window_left, window_right, query.device)
     weights = torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
     weights = weights.masked_fill(~mask.any(-1)[:, None], 0.0)
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
 def visible(
-    num_q: int, num_k: int, causal: bool, window_left: int = -1, window_right: int = -1
+    num_q: int,
+    num_k: int,
+    causal: bool,
+    window_left: int = -1,
+    window_right: int = -1,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """bool ``[q, k]``: which keys a query sees; its own is ``i + num_k - num_q``."""
-    distance = torch.arange(num_k) - (torch.arange(num_q)[:, None] + num_k - num_q)
-    mask = torch.ones(num_q, num_k, dtype=torch.bool)
+    own = torch.arange(num_q, device=device)[:, None] + num_k - num_q
+    distance = torch.arange(num_k, device=device) - own
+    mask = torch.ones(num_q, num_k, dtype=torch.bool, device=device)
     if window_left >= 0:
         mask &= distance >= -window_left
     right = 0 if causal else window_right

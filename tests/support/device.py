@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from support.cases import Step, build_step
-from support.compare import same_precision_attention
+from support.compare import same_precision_attention, visible
 
 from bicl.attention.cuda import CudaBackend
 from bicl.cache.layout import PageLayout
@@ -71,6 +71,30 @@ def decode_truth(step: Step, *, scale: float, window_left: int = -1, softcap: fl
             step.query[i : i + 1], key[span], value[span], scale=scale, causal=True, softcap=softcap
         )[0]
     return Truth(out, lse, same)
+
+
+def attention_truth(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence, ``[q, Hq, d]`` over ``[k, H, d]``, in float32 on its card: output and LSE
+    ``[Hq, q]``."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = visible(len(query), len(key), causal, window_left, window_right, query.device)
+    scores = scores.masked_fill(~seen, -math.inf)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    return torch.einsum("hqk,khd->qhd", weights, values), torch.logsumexp(scores, -1)
 
 
 def with_lengths(step: Step, lengths: torch.Tensor) -> Step:

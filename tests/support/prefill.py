@@ -6,13 +6,8 @@ import math
 
 import torch
 from support.cases import Step, build_step
-from support.compare import (
-    assert_close_enough,
-    assert_lse_close,
-    same_precision_attention,
-    visible,
-)
-from support.device import DEVICE, Truth, as_stored
+from support.compare import assert_close_enough, assert_lse_close, same_precision_attention
+from support.device import DEVICE, Truth, as_stored, attention_truth
 
 from bicl.attention.cuda import CudaBackend
 from bicl.cache.layout import PageLayout
@@ -38,7 +33,6 @@ def truth_of(
 ) -> Truth:
     """Sequence by sequence, in plain torch."""
     key, value = as_stored(step)
-    group = step.query.shape[1] // key.shape[1]
     causal = step.meta.causal
     out = torch.zeros(step.query.shape, device=DEVICE)
     lse = torch.full((step.query.shape[1], step.query.shape[0]), -math.inf, device=DEVICE)
@@ -51,27 +45,16 @@ def truth_of(
         first_key += num_k
         if not num_q or not num_k:
             continue
-        scores = torch.einsum(
-            "qhd,khd->hqk", step.query[rows].float(), key[keys].repeat_interleave(group, 1)
-        )
-        scores *= scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        mask = visible(num_q, num_k, causal, window_left, window_right).to(DEVICE)
-        scores = scores.masked_fill(~mask, -math.inf)
-        lse[:, rows] = torch.logsumexp(scores, -1)
-        weights = torch.softmax(scores, -1).nan_to_num(0.0)
-        out[rows] = torch.einsum("hqk,khd->qhd", weights, value[keys].repeat_interleave(group, 1))
-        same[rows] = same_precision_attention(
-            step.query[rows],
-            key[keys],
-            value[keys],
-            scale=scale,
-            causal=causal,
-            window_left=window_left,
-            window_right=window_right,
-            softcap=softcap,
-        )
+        options = {
+            "scale": scale,
+            "causal": causal,
+            "window_left": window_left,
+            "window_right": window_right,
+            "softcap": softcap,
+        }
+        rows_of_step = step.query[rows], key[keys], value[keys]
+        out[rows], lse[:, rows] = attention_truth(*rows_of_step, **options)  # type: ignore[arg-type]
+        same[rows] = same_precision_attention(*rows_of_step, **options)  # type: ignore[arg-type]
     return Truth(out, lse, same)
 
 

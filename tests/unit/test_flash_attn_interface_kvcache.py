@@ -3,205 +3,29 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 
 import pytest
 import torch
-from support.cases import FA3_KVCACHE_LENGTHS, FA3_PAGE_SIZES, pairwise
+from support.cases import FA3_KVCACHE_LENGTHS, FA3_PAGE_SIZES
+from support.kvcache import CASES, HEADS, KV_HEADS, Cache, make_call
 
 from bicl.attention import reference
 from bicl.attention.pool import KVPool, LayerCache
 from bicl.cache.layout import PageLayout
 from bicl.flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
 
-HEADS, KV_HEADS, DIM = 4, 2, 32
-
-
-class Cache:
-    """The same tokens as pages of ours, token-major pages or a padded batch; NaN elsewhere."""
-
-    def __init__(
-        self, kind: str | int | None, lengths: list[int], room: int, batch_idx: list[int] | None
-    ) -> None:
-        self.lengths = lengths
-        self.row = batch_idx or list(range(len(lengths)))
-        rows = max(self.row) + 1
-        self.key, self.value = torch.randn(2, len(lengths), room, KV_HEADS, DIM)
-        self.size = room if kind is None else 64 if isinstance(kind, str) else kind
-        columns = -(-room // self.size)
-        self.layer = None
-        if kind is None:
-            self.table = None
-            pages = torch.arange(rows)[:, None]
-        else:
-            pages = torch.randperm(rows * columns + 2)[: rows * columns].view(rows, columns)
-            self.table = torch.full((rows, columns), -7, dtype=torch.int32)
-            for i, length in enumerate(lengths):
-                used = -(-min(length + 16, room) // self.size)
-                self.table[self.row[i], :used] = pages[self.row[i], :used].int()
-        self.pages = pages
-        shape = (int(pages.max()) + 1, self.size, KV_HEADS, DIM)
-        if isinstance(kind, str):
-            layout = PageLayout(KV_HEADS, DIM, torch.float32, tile=32, swizzle=kind == "swizzled")
-            pool = KVPool([layout], shape[0], "cpu", fill=math.nan)
-            self.layer = pool.layers[0]
-            self.k_cache = self.v_cache = self.layer
-        else:
-            self.k_cache, self.v_cache = (torch.full(shape, math.nan) for _ in range(2))
-        for i, length in enumerate(lengths):
-            self.write(i, 0, self.key[i, :length], self.value[i, :length])
-
-    def slots(self, i: int, first: int, count: int) -> torch.Tensor:
-        token = torch.arange(first, first + count)
-        return self.pages[self.row[i], token // self.size] * self.size + token % self.size
-
-    def write(self, i: int, first: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        slots = self.slots(i, first, len(key))
-        if self.layer is not None:
-            reference.store(self.layer, key, value, slots)
-        else:
-            self.k_cache.view(-1, KV_HEADS, DIM)[slots] = key
-            self.v_cache.view(-1, KV_HEADS, DIM)[slots] = value
-
-    def everything(self) -> tuple[torch.Tensor, ...]:
-        if self.layer is not None:
-            return (self.layer.pages,)
-        return (self.k_cache, self.v_cache)
-
-
-def rotate(
-    rows: torch.Tensor, positions: list[int], cos: torch.Tensor, sin: torch.Tensor, pairs: bool
-) -> torch.Tensor:
-    """Element by element."""
-    half = cos.shape[1]
-    out = rows.clone()
-    for i, position in enumerate(positions):
-        for j in range(half):
-            a, b = (2 * j, 2 * j + 1) if pairs else (j, j + half)
-            c, s = cos[position, j], sin[position, j]
-            out[i, :, a] = rows[i, :, a] * c - rows[i, :, b] * s
-            out[i, :, b] = rows[i, :, a] * s + rows[i, :, b] * c
-    return out
-
-
-CASES = list(
-    pairwise(
-        kind=("plain", "swizzled", None, 1, 4, 16, 64, 128),
-        new=("none", "as many as queries", "fewer"),
-        num_q=(1, 5),
-        packed=(False, True),
-        causal=(True, False),
-        window=((-1, -1), (10, -1), (3, 2)),
-        chunk=(0, 64, 128),
-        softcap=(0.0, 10.0),
-        rotary=(None, "pairs", "halves"),
-        own_rotary_lengths=(False, True),
-        batch_idx=(None, [3, 0, 2]),
-        leftpad=(False, True),
-    )
-)
+DIM = 32
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(str(v) for v in case.values()))
 def test_every_pair_of_features(case: dict[str, object]) -> None:
     """(A4)"""
-    ours = isinstance(case["kind"], str)
-    lengths, room, num_q = [63, 0, 130], 192, case["num_q"]
-    if case["new"] == "none":
-        lengths[1] = 1
-    cache = Cache(case["kind"], lengths, room, case["batch_idx"])
-    queries = [num_q, 0, max(1, num_q - 2)] if case["packed"] else [num_q] * 3
-    extra = {"none": 0, "as many as queries": num_q, "fewer": max(1, num_q - 3)}[case["new"]]
-    new = [min(extra, 1), extra, 0] if case["packed"] else [extra] * 3
-    query = torch.randn(sum(queries), HEADS, DIM)
-    key, value = torch.randn(2, sum(new), KV_HEADS, DIM)
-    starts, new_starts = [0, *accumulate(queries)], [0, *accumulate(new)]
-    leftpad = [7, 0, 64] if case["leftpad"] and not ours else None
-    arguments: dict[str, object] = {}
-    if case["packed"]:
-        arguments["cu_seqlens_q"] = torch.tensor(starts, dtype=torch.int32)
-        arguments["max_seqlen_q"] = num_q
-    if extra:
-        if case["packed"]:
-            arguments |= {"k": key, "v": value}
-            arguments["cu_seqlens_k_new"] = torch.tensor(new_starts, dtype=torch.int32)
-        else:
-            arguments["k"] = key.view(3, extra, KV_HEADS, DIM)
-            arguments["v"] = value.view(3, extra, KV_HEADS, DIM)
-    rotary = case["rotary"] if extra else None
-    first = lengths
-    if rotary:
-        angles = torch.rand(room, 8) * 2 * math.pi
-        cos, sin = angles.cos(), angles.sin()
-        arguments |= {"rotary_cos": cos, "rotary_sin": sin}
-        arguments["rotary_interleaved"] = rotary == "pairs"
-        if case["own_rotary_lengths"]:
-            first = [n // 2 for n in lengths]
-            arguments["rotary_seqlens"] = torch.tensor(first, dtype=torch.int32)
-    if case["batch_idx"]:
-        arguments["cache_batch_idx"] = torch.tensor(case["batch_idx"], dtype=torch.int32)
-    if leftpad:
-        arguments["cache_leftpad"] = torch.tensor(leftpad, dtype=torch.int32)
-    out, lse = flash_attn_with_kvcache(
-        query if case["packed"] else query.view(3, num_q, HEADS, DIM),
-        cache.k_cache,
-        cache.v_cache,
-        cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
-        page_table=cache.table,
-        causal=case["causal"],
-        window_size=case["window"],
-        attention_chunk=case["chunk"],
-        softcap=case["softcap"],
-        return_softmax_lse=True,
-        **arguments,
-    )
-    if not case["packed"]:
-        assert out.shape == (3, num_q, HEADS, DIM)
-        assert lse.shape == (3, HEADS, num_q)
-        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-    local = case["causal"] or case["window"] != (-1, -1) or case["chunk"] > 0
-    for i in range(3):
-        rows, fresh = slice(starts[i], starts[i + 1]), slice(new_starts[i], new_starts[i + 1])
-        q, k = query[rows], key[fresh]
-        if rotary:
-            places = [first[i] + (n if local else 0) for n in range(queries[i])]
-            q = rotate(q, places, cos, sin, rotary == "pairs")
-            k = rotate(k, [first[i] + n for n in range(new[i])], cos, sin, rotary == "pairs")
-        begin = leftpad[i] if leftpad else 0
-        keys = torch.cat((cache.key[i, begin : lengths[i]], k))
-        values = torch.cat((cache.value[i, begin : lengths[i]], value[fresh]))
-        truth, truth_lse = masked_attention(q, keys, values, case)
-        torch.testing.assert_close(out[rows], truth, atol=2e-5, rtol=0)
-        torch.testing.assert_close(lse[:, rows], truth_lse, atol=2e-5, rtol=1e-5)
-
-
-def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, case: dict[str, object]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One row at a time through the reference, each over the keys of its own chunk."""
-    chunk, keys = case["chunk"], key.shape[0]
-    out = torch.zeros(query.shape)
-    lse = torch.full((HEADS, query.shape[0]), -math.inf)
-    left, right = case["window"]
-    right = 0 if case["causal"] else right
-    for i in range(query.shape[0]):
-        position = i + keys - query.shape[0]
-        low = max(0, position - left) if left >= 0 else 0
-        high = min(keys, position + right + 1) if right >= 0 else keys
-        if chunk:
-            low = max(low, position // chunk * chunk)
-            high = min(high, (position // chunk + 1) * chunk)
-        if high <= low:
-            continue
-        out[i : i + 1], lse[:, i : i + 1] = reference.attention(
-            query[i : i + 1],
-            key[low:high],
-            value[low:high],
-            scale=DIM**-0.5,
-            causal=False,
-            softcap=case["softcap"],
-        )
-    return out, lse
+    call = make_call(case, DIM, torch.float32)
+    out, lse = call.run("cpu")
+    for part in call.parts:
+        truth, truth_lse, _ = call.truth(part)
+        torch.testing.assert_close(out[part.rows], truth, atol=2e-5, rtol=0)
+        torch.testing.assert_close(lse[:, part.rows], truth_lse, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["plain", "swizzled", None, 16])

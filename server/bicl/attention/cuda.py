@@ -144,6 +144,10 @@ class CudaBackend:
             raise
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # out of memory and the like have types of their own
+                raise
+            raise BackendError(str(error)) from error
         return result if lse is None else (result, lse)
 
     def _run_decode(
