@@ -39,6 +39,27 @@ def test_every_kind_of_step_agrees_with_the_cpu_backend(backend: CudaBackend, ba
     assert_lse_close(lse.cpu(), truth_lse)
 
 
+@pytest.mark.parametrize("head_dim", [100, 36, 75])
+@pytest.mark.parametrize("batch", list(BATCHES))
+def test_heads_that_are_no_multiple_of_eight_are_served(
+    backend: CudaBackend, batch: str, head_dim: int
+) -> None:
+    """Their pages are poisoned where nothing was stored, and zero in what pads a head. (A48)"""
+    layout = PageLayout(2, head_dim, torch.float16)
+    on_cpu = build_step(BATCHES[batch], layout, group=4, dtype=torch.float16)
+    step = build_step(BATCHES[batch], layout, group=4, dtype=torch.float16, device=DEVICE)
+    options = {"scale": 0.125, "return_lse": True}
+    truth, truth_lse = CpuBackend().run(on_cpu.query, on_cpu.layer, on_cpu.meta, **options)
+    backend.plan(step.meta)
+    out, lse = backend.run(step.query, step.layer, step.meta, **options)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.cpu(), truth, atol=4e-3, rtol=1e-2)
+    assert_lse_close(lse.cpu(), truth_lse)
+    given = torch.full_like(out, math.nan)
+    backend.run(step.query, step.layer, step.meta, scale=0.125, out=given)
+    assert torch.equal(given, out)
+
+
 def test_layers_of_different_shapes_share_one_backend() -> None:
     backend = CudaBackend()
     for head_dim, tile, group in ((64, 64, 1), (256, 64, 4), (96, 32, 12), (128, 64, 40)):

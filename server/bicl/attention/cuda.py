@@ -20,6 +20,7 @@ from bicl.ops.cuda.workspace import Workspace
 __all__ = ["CudaBackend"]
 
 MIN_PAIRS = 1 << 16
+CHUNK = 8  # elements of a 16-bit query that the kernels read at a time
 
 
 class CudaBackend:
@@ -109,6 +110,19 @@ class CudaBackend:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """See ``AttentionBackend.run``. Page ids are trusted within the lengths."""
         check_no_grad("query", query)
+        if odd := query.shape[-1] % CHUNK:
+            # The pages' columns past head_dim are zero.
+            wide = self.run(
+                torch.nn.functional.pad(query, (0, CHUNK - odd)),
+                layer,
+                meta,
+                scale=scale,
+                window_left=window_left,
+                window_right=window_right,
+                softcap=softcap,
+                return_lse=return_lse,
+            )
+            return _narrowed(wide, query.shape[-1], out)
         if not _aligned(query):
             query = query.contiguous()
         result = (
@@ -145,7 +159,9 @@ class CudaBackend:
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
         except RuntimeError as error:
-            if type(error) is not RuntimeError:  # out of memory and the like have types of their own
+            if (
+                type(error) is not RuntimeError
+            ):  # out of memory and the like have types of their own
                 raise
             raise BackendError(str(error)) from error
         return result if lse is None else (result, lse)
@@ -246,3 +262,13 @@ def _aligned(query: torch.Tensor) -> bool:
     """Whether rows start at 16 bytes, as the kernels read them."""
     stride = query.stride()
     return stride[-1] == 1 and (query.data_ptr() | stride[0] * 2 | stride[1] * 2) % 16 == 0
+
+
+def _narrowed(
+    wide: torch.Tensor | tuple[torch.Tensor, torch.Tensor], head_dim: int, out: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A result without the columns that padded its query, in ``out`` if there is one."""
+    result, lse = wide if isinstance(wide, tuple) else (wide, None)
+    narrow = result[..., :head_dim]
+    narrow = narrow.contiguous() if out is None else out.copy_(narrow)
+    return narrow if lse is None else (narrow, lse)

@@ -46,6 +46,8 @@ class ModelSpec:
 MODELS = {
     "llama": ModelSpec("llama"),
     "llama-head80": ModelSpec("llama", {"hidden_size": 320}),
+    "llama-head100": ModelSpec("llama", {"hidden_size": 400}),
+    "llama-head120-mqa": ModelSpec("llama", {"hidden_size": 480, "num_key_value_heads": 1}),
     "qwen2": ModelSpec("qwen2"),
     "qwen3": ModelSpec("qwen3", {"head_dim": 128}),
     "mistral-window": ModelSpec("mistral", {"head_dim": 64}, window=48),

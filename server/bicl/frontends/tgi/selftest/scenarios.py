@@ -61,6 +61,8 @@ HOST_CACHE = {"BICL_HOST_CACHE_SIZE": "32MiB"}
 SCENARIOS = {
     "llama": Scenario("llama"),
     "llama-head80": Scenario("llama-head80"),
+    "llama-head100": Scenario("llama-head100"),
+    "llama-head120-mqa": Scenario("llama-head120-mqa"),
     "llama-block32": Scenario("llama", environment={"BICL_BLOCK_SIZE": "32"}),
     "llama-fp8-e4m3": _fp8("fp8_e4m3fn"),
     "llama-fp8-e5m2": _fp8("fp8_e5m2"),
