@@ -5,10 +5,11 @@
     python -m bench.tgi.soak --out bench/results/tgi-soak-h200.json
     python -m bench.tgi.soak --tensor-parallel 2 --requests 300 --out ...
 
-A thousand requests with shared prefixes, chunks and cancellations, CUDA graphs on; then fewer with
-n-gram speculation. Free pages are full of NaN and must stay so, shared pages must not change,
-attention of sampled steps and layers is compared with PyTorch's in float32 over keys and values
-kept apart from ours, and sampled requests are run again alone. A wrong page or token ends the run.
+A thousand requests with shared prefixes, chunks and cancellations, CUDA graphs on; beside them, in
+a shard of their own, fewer with n-gram speculation. Free pages are full of NaN and must stay so,
+shared pages must not change, attention of sampled steps and layers is compared with PyTorch's in
+float32 over keys and values kept apart from ours, and sampled requests are run again alone. A wrong
+page or token ends the run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,6 @@ def run(model: Path, options: argparse.Namespace, drafts: int) -> dict[str, Any]
         BENCH_SEEDED_WEIGHTS="1",
         BICL_DEBUG_POISON="1",
         TEST_AUDIT_EVERY="8",
-        NCCL_NVLS_ENABLE="0",
     )
     flags = ["--dtype", "bfloat16", *(["--speculate", str(drafts)] if drafts else [])]
     requests = options.requests if not drafts else options.drafted_requests
@@ -68,15 +69,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="results, as JSON")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--drafted-requests", type=int, default=300, help="with speculation")
-    parser.add_argument("--drafts", default="0,2", help="--speculate of one shard after another")
+    parser.add_argument("--drafts", default="0,2", help="--speculate of each shard")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--compare", type=int, default=25, help="requests run again alone")
     options = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as temporary:
-        write_model(Path(temporary) / "8b")
-        for drafts in map(int, options.drafts.split(",")):
-            rows.append(run(Path(temporary) / "8b", options, drafts))
+    drafts = list(map(int, options.drafts.split(",")))
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(drafts)) as pool:
+        model = Path(temporary) / "8b"
+        write_model(model)
+        for done in as_completed([pool.submit(run, model, options, each) for each in drafts]):
+            rows.append(done.result())
             print(json.dumps(rows[-1]), flush=True)
             what = "requests through TGI's real shard; a wrong page or token would have ended it"
             save(options.out, describe(what) | {"tie": TIE}, rows)

@@ -108,6 +108,7 @@ def gpu_environment(**more: str) -> dict[str, str]:
         "PREFIX_CACHING": "1",
         "HF_HUB_OFFLINE": "1",
         "CUDA_GRAPHS": GRAPHS,
+        "NCCL_NVLS_ENABLE": "0",  # multicast over NVLink is not there in every virtual machine
         **more,
     }
 

@@ -159,9 +159,7 @@ class CudaBackend:
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
         except RuntimeError as error:
-            if (
-                type(error) is not RuntimeError
-            ):  # out of memory and the like have types of their own
+            if type(error) is not RuntimeError:  # out of memory and others have their own types
                 raise
             raise BackendError(str(error)) from error
         return result if lse is None else (result, lse)
