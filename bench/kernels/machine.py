@@ -39,12 +39,14 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The checked-out commit, marked if files differ from it; outside a repository what
-    ``BENCH_COMMIT`` says."""
+    """What ``BENCH_COMMIT`` says (a copy's history may be missing or old), else the checked-out
+    commit, marked if sources differ from it."""
+    told = os.environ.get("BENCH_COMMIT")
+    if told:
+        return told[:12]
     head = _output("git", "rev-parse", "--short=12", "HEAD")
-    if head is None:
-        return os.environ.get("BENCH_COMMIT")
-    return head + ("+changes" if _output("git", "status", "--porcelain", "-uno") else "")
+    changed = _output("git", "status", "--porcelain", "-uno", "--", "csrc", "server", "bench")
+    return head and head + ("+changes" if changed else "")
 
 
 def sources(root: Path = _ROOT) -> dict[str, str]:

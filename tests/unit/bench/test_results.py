@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kernels.machine import SOURCES, sources, sources_at
+from bench.kernels.machine import SOURCES, commit, sources, sources_at
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = sorted((ROOT / "bench" / "results").glob("*.json"))
@@ -49,3 +49,8 @@ def test_the_ids_of_folders_are_gits(tmp_path: Path) -> None:
         (tmp_path / name / "b" / "built.so").write_text("no source")
         (tmp_path / name / "__pycache__").mkdir()
     assert sources(tmp_path) == {"csrc": "0e5b5b17e0b8", "server/bicl": "0e5b5b17e0b8"}
+
+
+def test_a_copy_of_the_tree_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_COMMIT", "0123456789abcdef0123")
+    assert commit() == "0123456789ab"
