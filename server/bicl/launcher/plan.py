@@ -17,6 +17,9 @@ __all__ = ["Launch", "plan_launch"]
 
 DEFAULT_CUDA_GRAPHS = (1, 2, 4, 8, 16, 32)  # TGI's
 STOCK = "stock text-generation-inference runs instead"
+MAX_HEAD_DIM = 256  # of the compiled kernels
+DTYPES = ("float16", "bfloat16")
+INSTEAD = "use --flash-attn-version 2 for stock text-generation-inference"
 
 
 @dataclass
@@ -50,6 +53,7 @@ def plan_launch(line: CommandLine, model: ModelConfig | None, hardware: Verdict)
         return _stock(line, reason)
     launch = Launch(line.theirs, {"ATTENTION": "flashdecoding"})
     _check_attention(line.environ)
+    _check_dtype(line)
     if model is not None:
         _check_vision(line, model)
         _check_heads(line, model)
@@ -100,7 +104,15 @@ def _check_attention(environ: Mapping[str, str]) -> None:
     if attention != "flashdecoding":
         raise ConfigError(
             f"ATTENTION={attention} in the environment; BICL takes the place of flashdecoding: "
-            "unset it, or use --flash-attn-version 2 for stock text-generation-inference"
+            f"unset it, or {INSTEAD}"
+        )
+
+
+def _check_dtype(line: CommandLine) -> None:
+    dtype = line.their("--dtype")
+    if dtype and dtype not in DTYPES:
+        raise ConfigError(
+            f"--dtype {dtype} is not supported by attention over pages; use one of {list(DTYPES)}"
         )
 
 
@@ -130,6 +142,11 @@ def _check_adapters(line: CommandLine) -> None:
 
 
 def _check_heads(line: CommandLine, model: ModelConfig) -> None:
+    if model.head_dim is not None and model.head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"the model's head_dim {model.head_dim} is larger than {MAX_HEAD_DIM}, the largest "
+            f"that the kernels take; {INSTEAD}"
+        )
     shards = line.their("--num-shard")
     if not shards or not shards.isdecimal() or model.num_kv_heads in (None, 1):
         return

@@ -178,6 +178,21 @@ def test_pages_are_not_shared_between_adapters() -> None:
     assert "--lora-adapters" in refusal("", LLAMA, PREFIX_CACHING="1", LORA_ADAPTERS="a")
 
 
+@pytest.mark.parametrize(
+    ("command", "more", "words"),
+    [
+        ("", {"head_dim": 512}, "head_dim 512 is larger than 256, the largest"),
+        ("--dtype float32", {}, "--dtype float32 is not supported .* use one of"),
+    ],
+)
+def test_what_no_kernel_takes_is_refused_before_anything_is_loaded(
+    command: str, more: dict[str, Any], words: str
+) -> None:
+    """(A48)"""
+    assert re.search(words, refusal(command, LLAMA | more))
+    assert plan("--dtype bfloat16", LLAMA | {"head_dim": 256}).environment["ATTENTION"]
+
+
 @pytest.mark.parametrize("shards", ["3", "16"])
 def test_shards_that_do_not_divide_kv_heads_are_refused_with_both_numbers(shards: str) -> None:
     """(A49)"""
