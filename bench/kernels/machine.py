@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -84,10 +85,12 @@ def _object(kind: bytes, content: bytes) -> bytes:
 
 
 def command_line() -> str:
-    """What was typed to start this process, ``python -m`` and the module's name included."""
+    """What was typed to start this process, ``python -m`` and the module's name included; of files
+    outside the repository the names only."""
     spec = sys.modules["__main__"].__spec__
     what = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
-    return shlex.join(["python", *what, *sys.argv[1:]])
+    arguments = [re.sub(r"(?<![\w./])/(?:[^/=]*/)*", "", word) for word in sys.argv[1:]]
+    return shlex.join(["python", *what, *arguments])
 
 
 def _smi(fields: str) -> list[str] | None:

@@ -27,10 +27,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from support.cases import Step, build_step
 from support.device import DEVICE, decode_step
 
+from bench.kernels.machine import commit, sources
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
@@ -235,11 +237,12 @@ def examine(tool: str, group: str, kernels: Path, limit: float) -> Verdict:
     return Verdict(tool, group, int(found[1]) if found else None, seconds, report)
 
 
-def heading(tools: str, commit: str) -> str:
+def heading(tools: str) -> str:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True)
     return (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit}, {now}\n"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {now}, commit {commit()}, "
+        f"git's id of csrc {sources()['csrc']}\n"
         f"{version.stdout.strip().splitlines()[-1]}\n"
         f"$ python tests/kernels/sanitize.py --tools {tools}\n"
     )
@@ -251,7 +254,6 @@ def main() -> int:
     parser.add_argument("--library", type=Path, default=LIBRARY, help="the kernels")
     parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
     parser.add_argument("--limit", type=float, default=SECONDS_LIMIT, help="seconds a process")
-    parser.add_argument("--commit", default="of this tree", help="what to name in the table")
     parser.add_argument("--out", type=Path, help="the table")
     parser.add_argument("--reports", type=Path, help="folder for what the tool says in full")
     parser.add_argument("--group", help=argparse.SUPPRESS)
@@ -267,7 +269,7 @@ def main() -> int:
     check = partial(examine, kernels=options.library, limit=options.limit)
     with ThreadPoolExecutor(options.jobs) as pool:
         verdicts = list(pool.map(lambda pair: check(*pair), pairs))
-    lines = [heading(options.tools, options.commit)]
+    lines = [heading(options.tools)]
     for verdict in verdicts:
         if options.reports:
             name = re.sub(r"\W+", "-", f"{verdict.tool} {verdict.group}")

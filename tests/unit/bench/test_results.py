@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kernels.machine import SOURCES, commit, sources, sources_at
+from bench.kernels.machine import SOURCES, command_line, commit, sources, sources_at
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = sorted((ROOT / "bench" / "results").glob("*.json"))
@@ -54,3 +54,9 @@ def test_the_ids_of_folders_are_gits(tmp_path: Path) -> None:
 def test_a_copy_of_the_tree_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_COMMIT", "0123456789abcdef0123")
     assert commit() == "0123456789ab"
+
+
+def test_a_command_names_no_folder_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = "x --out /tmp/out/a.json --gate=/mnt/b c/d.json --heads 32/8 --ratio 0.5"
+    monkeypatch.setattr("sys.argv", typed.split())
+    assert command_line().endswith(" --out a.json --gate=b c/d.json --heads 32/8 --ratio 0.5")
