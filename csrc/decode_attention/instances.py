@@ -9,9 +9,9 @@ STORED = {
     "e4m3": ("__nv_fp8_e4m3", "kFloat8E4M3"),
     "e5m2": ("__nv_fp8_e5m2", "kFloat8E5M2"),
 }
-HEAD_DIMS = {64: (64, 128, 192, 256), 32: (64, 96, 128, 192, 256)}  # padded, by tile
+HEAD_DIMS = {64: (64, 128, 192, 256), 32: (32, 64, 96, 128, 160, 192, 256)}  # padded, by tile
 # Blocks of 8 query heads a CTA serves; see cta_head_blocks() in schedule.h.
-HEAD_BLOCKS = {64: (1, 2), 96: (1, 2), 128: (1, 2), 192: (1,), 256: (1,)}
+HEAD_BLOCKS = {32: (1, 2), 64: (1, 2), 96: (1, 2), 128: (1, 2), 160: (1,), 192: (1,), 256: (1,)}
 
 
 def instances() -> Iterator[tuple[str, str]]:

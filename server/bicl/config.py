@@ -173,7 +173,8 @@ class KVCacheConfig:
         """Tokens a page, with ``auto`` resolved for a model and its longest request."""
         if self.block_size != "auto":
             return int(self.block_size)
-        avoids_padding = head_dim % 64 != 0 and head_dim % 32 == 0
+        # Beyond 160, kernels for 32-wide tiles are built for heads that fill 64-wide ones, too.
+        avoids_padding = head_dim in (32, 96, 160)
         return 32 if avoids_padding or max_total_tokens <= 256 else 64
 
 

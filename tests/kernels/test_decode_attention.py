@@ -170,13 +170,19 @@ def test_every_number_of_query_heads_a_kv_head(
         assert_lse_close(lse, truth.lse)
 
 
-@pytest.mark.parametrize("head_dim", [8, 24, 40, 72, 104, 112, 120, 136, 160, 200, 248])
+@pytest.mark.parametrize("stored", ["bf16", "fp16 on e4m3"])
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    [(dim, 64) for dim in (8, 24, 40, 72, 104, 112, 120, 136, 160, 200, 248)]
+    + [(dim, 32) for dim in (8, 32, 40, 72, 104, 120, 136, 160, 184, 248)],  # 224 is not built
+)
 def test_head_dims_between_the_compiled_ones(
-    backend: CudaBackend, workspace: Workspace, head_dim: int
+    backend: CudaBackend, workspace: Workspace, head_dim: int, tile: int, stored: str
 ) -> None:
     """(A48)"""
-    layout = layout_of(2, head_dim, torch.bfloat16)
-    step = decode_step(backend, [300, 65, 1, 0, 2000], layout, group=4, dtype=torch.bfloat16)
+    dtype, pages = STORED[stored]
+    layout = layout_of(2, head_dim, pages, (64, tile))
+    step = decode_step(backend, [300, 65, 1, 0, 2000], layout, group=4, dtype=dtype)
     truth = decode_truth(step, scale=head_dim**-0.5)
     for schedule in ({}, {"force_cluster": 1}, {"force_sm80": True}):
         out, lse = run(step, workspace, scale=head_dim**-0.5, **schedule)

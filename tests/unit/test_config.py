@@ -142,6 +142,7 @@ def test_limits_beyond_the_models_positions_are_refused(flags: dict) -> None:
         ("auto", 128, 8192, 64),
         ("auto", 96, 8192, 32),
         ("auto", 160, 8192, 32),
+        ("auto", 224, 8192, 64),
         ("auto", 80, 8192, 64),
         ("auto", 64, 256, 32),
         ("32", 128, 8192, 32),
