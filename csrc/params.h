@@ -73,6 +73,16 @@ struct CopyPagesParams {
   int num_pairs;
 };
 
+constexpr int kSmallCopies = 16;
+
+// Pieces of bytes that overlap nowhere.
+struct SmallCopiesParams {
+  const char* sources[kSmallCopies];
+  char* targets[kSmallCopies];
+  int bytes[kSmallCopies];
+  int count;
+};
+
 // What a model's decode step reads beside its weights and pages; one row a sequence.
 struct StepInputs {
   int64_t* input_ids;

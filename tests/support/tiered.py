@@ -59,14 +59,15 @@ def cold(loaded, one, **config):
         return generate(engine, one)[0].ids
 
 
-def slow_load(engine: Engine, monkeypatch) -> threading.Event:
-    """Copies into the pool wait until the event is set."""
-    release = threading.Event()
+def slow_load(engine: Engine, monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Copies into the pool wait until the second event is set; the first tells that one waits."""
+    begun, release = threading.Event(), threading.Event()
     load = engine._tiers.mover.load
 
     def waits(*arguments):
+        begun.set()
         assert release.wait(20)
         return load(*arguments)
 
     monkeypatch.setattr(engine._tiers.mover, "load", waits)
-    return release
+    return begun, release

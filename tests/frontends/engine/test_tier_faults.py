@@ -95,12 +95,13 @@ def test_abort_during_a_load_keeps_the_pages_until_it_ends(tiny, monkeypatch) ->
     with tiered(tiny, max_batch_size=2) as engine:
         serve(engine, request(ids))
         forget_pool(engine)
-        release = slow_load(engine, monkeypatch)
+        begun, release = slow_load(engine, monkeypatch)
         running_one = engine.submit(request(prompt(20, seed=9), 100))
         engine.step()
         arriving = engine.submit(request(ids))
         engine.step()
         assert engine.snapshot().batch_size == 2
+        assert begun.wait(20)
         arriving.close()
         engine.step()
         engine.check_integrity()
@@ -120,7 +121,7 @@ def test_others_decode_while_pages_arrive(tiny, monkeypatch) -> None:
     with tiered(tiny, max_batch_size=4) as engine:
         (first,) = serve(engine, request(ids))
         forget_pool(engine)
-        release = slow_load(engine, monkeypatch)
+        _, release = slow_load(engine, monkeypatch)
         decoding = engine.submit(request(prompt(20, seed=9), 30))
         engine.step()
         arriving = engine.submit(request(ids))
