@@ -123,6 +123,37 @@ def test_e4m3_tensors_on_flash_attentions_own_matrix(
     torch.testing.assert_close(lse[0], truth_lse, atol=2e-2, rtol=0)  # scaled queries are rounded
 
 
+def check_varlen(
+    given: tuple[list[int], list[int]],
+    used: tuple[list[int], list[int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    *,
+    causal: bool,
+    window: tuple[int, int] = (-1, -1),
+) -> None:
+    """Queries and keys that are given, and of them those that count, a sequence."""
+    starts = [[0, *accumulate(counts)] for counts in given]
+    query = rows(sum(given[0]), heads[0], head_dim, dtype=torch.bfloat16)
+    key, value = rows(2, sum(given[1]), heads[1], head_dim, dtype=torch.bfloat16)
+    out, lse = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        *map(int32, starts),
+        *map(max, given),
+        *map(int32, used),
+        causal=causal,
+        window_size=window,
+        return_attn_probs=True,
+    )
+    options = {"causal": causal, "window_left": window[0], "window_right": window[1]}
+    for i, counts in enumerate(zip(*used, strict=True)):
+        own, keys = (slice(s[i], s[i] + n) for s, n in zip(starts, counts, strict=True))
+        check(out[own], lse[:, own], (query[own], key[keys], value[keys]), **options)
+        assert (out[own.stop : starts[0][i + 1]] == 0).all()
+
+
 @pytest.mark.parametrize("heads", FA3_HEADS.values(), ids=FA3_HEADS)
 @pytest.mark.parametrize("mask", ["full", "causal", "local"])
 @pytest.mark.parametrize("lengths", FA3_VARLEN_LENGTHS, ids=str)
@@ -130,68 +161,18 @@ def test_varlen_on_flash_attentions_own_matrix(
     lengths: tuple[int, int], mask: str, heads: tuple[int, int]
 ) -> None:
     """Nine sequences of random lengths, every third with rows that are not used."""
-    variant = FA3_VARLEN_LENGTHS.index(lengths)
-    head_dim = (64, 128, 192)[variant % 3]
+    given = tuple(torch.randint(0, most + 1, (9,)).tolist() for most in lengths)
+    used = tuple([n - n // 4 * (i % 3 == 0) for i, n in enumerate(own)] for own in given)
+    head_dim = (64, 128, 192)[FA3_VARLEN_LENGTHS.index(lengths) % 3]
     window = (lengths[1] // 3, lengths[1] // 5) if mask == "local" else (-1, -1)
-    given_q, given_k = (torch.randint(0, most + 1, (9,)).tolist() for most in lengths)
-    used_q = [n - n // 3 * (i % 3 == 0) for i, n in enumerate(given_q)]
-    used_k = [n - n // 4 * (i % 3 == 0) for i, n in enumerate(given_k)]
-    starts_q, starts_k = [0, *accumulate(given_q)], [0, *accumulate(given_k)]
-    query = rows(sum(given_q), heads[0], head_dim, dtype=torch.bfloat16)
-    key, value = rows(2, sum(given_k), heads[1], head_dim, dtype=torch.bfloat16)
-    out, lse = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        int32(starts_q),
-        int32(starts_k),
-        max(given_q),
-        max(given_k),
-        int32(used_q),
-        int32(used_k),
-        causal=mask == "causal",
-        window_size=window,
-        return_attn_probs=True,
-    )
-    for i in range(9):
-        own = slice(starts_q[i], starts_q[i] + used_q[i])
-        keys = slice(starts_k[i], starts_k[i] + used_k[i])
-        check(
-            out[own],
-            lse[:, own],
-            (query[own], key[keys], value[keys]),
-            causal=mask == "causal",
-            window_left=window[0],
-            window_right=window[1],
-        )
-        assert (out[own.stop : starts_q[i + 1]] == 0).all()
+    check_varlen(given, used, heads, head_dim, causal=mask == "causal", window=window)
 
 
 def test_varlen_with_empty_sequences_and_unused_rows() -> None:
     """(A38, A39)"""
-    given_q, given_k = [0, 64, 1, 70, 5], [100, 0, 65, 134, 3]
-    used_q, used_k = [0, 64, 1, 50, 5], [100, 0, 65, 130, 3]
-    starts_q, starts_k = [0, *accumulate(given_q)], [0, *accumulate(given_k)]
-    query = rows(sum(given_q), 8, 128, dtype=torch.bfloat16)
-    key, value = rows(2, sum(given_k), 2, 128, dtype=torch.bfloat16)
-    out, lse = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        int32(starts_q),
-        int32(starts_k),
-        max(given_q),
-        max(given_k),
-        int32(used_q),
-        int32(used_k),
-        causal=True,
-        return_attn_probs=True,
-    )
-    for i in range(5):
-        own = slice(starts_q[i], starts_q[i] + used_q[i])
-        keys = slice(starts_k[i], starts_k[i] + used_k[i])
-        check(out[own], lse[:, own], (query[own], key[keys], value[keys]), causal=True)
-        assert (out[own.stop : starts_q[i + 1]] == 0).all()
+    given = [0, 64, 1, 70, 5], [100, 0, 65, 134, 3]
+    used = [0, 64, 1, 50, 5], [100, 0, 65, 130, 3]
+    check_varlen(given, used, (8, 2), 128, causal=True)
 
 
 @pytest.mark.parametrize("heads", [(6, 6), (6, 3)], ids=["mha", "gqa"])
