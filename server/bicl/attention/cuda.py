@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
 from bicl.attention.metadata import AttentionMetadata
@@ -10,7 +14,7 @@ from bicl.attention.validate import check_no_grad, check_page_lists, check_tenso
 from bicl.errors import BackendError, BiclError, InvalidInputError
 from bicl.ops.cuda import library
 from bicl.ops.cuda.copy_pages import copy_pages
-from bicl.ops.cuda.decode_attention import DecodePlanner
+from bicl.ops.cuda.decode_attention import DecodePlanner, PlanKind
 from bicl.ops.cuda.gather import gather
 from bicl.ops.cuda.prefill_attention import PrefillPlanner, prefill_attention
 from bicl.ops.cuda.sparse import store_and_index
@@ -50,6 +54,7 @@ class CudaBackend:
         self.deterministic = deterministic
         self.pdl = pdl
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # pages and slots, last call
+        self._bound: dict[tuple[object, ...], _Bound] = {}
         self._decode = DecodePlanner(deterministic=deterministic, pdl=pdl)
         self._prefill = PrefillPlanner(deterministic=deterministic)
         self._workspaces: dict[torch.device, Workspace] = {}
@@ -125,10 +130,8 @@ class CudaBackend:
             return _narrowed(wide, query.shape[-1], out)
         if not _aligned(query):
             query = query.contiguous()
-        result = (
-            torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-        )
-        num_tokens, num_q_heads = query.shape[0], query.shape[1]
+        result = query.new_empty(query.shape) if out is None else out
+        num_tokens, num_q_heads = query.shape[:2]
         lse = (
             torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=query.device)
             if return_lse
@@ -175,19 +178,44 @@ class CudaBackend:
         softcap: float,
         window_left: int,
     ) -> None:
-        num_q_heads = query.shape[1]
-        workspace = self._workspace(layer, num_q_heads, query.shape[0])
-        run = workspace.decode_attention_on(layer, scale, softcap, window_left, self.deterministic)
-        chosen = meta.page_table.dim() == 3  # each layer has pages of its own
-        plan, is_new = (
-            (None, False)
-            if chosen
-            else self._decode.plan_for(layer, meta, num_q_heads, window_left)
-        )
+        batch, num_q_heads = query.shape[:2]
+        key = (id(layer), num_q_heads, scale, softcap, window_left)
+        bound = self._bound.get(key)
+        if bound is None or bound.layer() is not layer or batch > bound.max_batch:
+            bound = self._bind(key, layer, num_q_heads, batch, scale, softcap, window_left)
+        table = meta.page_table
+        chosen = table.ndim == 3  # each layer has pages of its own
+        plan, is_new = (None, False) if chosen else self._decode.plan_for(bound.kind, layer, meta)
         # Started early, it waits for the kernel ahead; behind the store, for new tokens only.
         behind_store = not (chosen or is_new) and self._follows_store(layer, meta)
         early = (1 if behind_store else 2) if self.pdl else 0
-        run(out, lse, query, meta.page_table, meta.cache_seqlens, plan, early)
+        bound.run(out, lse, query, table, meta.cache_seqlens, plan, early)
+
+    def _bind(
+        self,
+        key: tuple[object, ...],
+        layer: LayerCache,
+        num_q_heads: int,
+        batch: int,
+        scale: float,
+        softcap: float,
+        window_left: int,
+    ) -> _Bound:
+        """What calls with this key have in common, found once: it is most of a call's host time."""
+        workspace = self._workspace(layer, num_q_heads, batch)
+
+        def forget(gone: weakref.ref[LayerCache]) -> None:  # the id may be used again
+            if key in self._bound and self._bound[key].layer is gone:
+                del self._bound[key]
+
+        bound = _Bound(
+            workspace.decode_attention_on(layer, scale, softcap, window_left, self.deterministic),
+            self._decode.kind_of(layer, num_q_heads, window_left),
+            weakref.ref(layer, forget),
+            workspace.max_pairs // num_q_heads,
+        )
+        self._bound[key] = bound
+        return bound
 
     def gather(
         self, layer: LayerCache, page_table: torch.Tensor, cache_seqlens: torch.Tensor
@@ -254,6 +282,15 @@ class CudaBackend:
         )
         self._workspaces[device] = grown
         return grown
+
+
+class _Bound(NamedTuple):
+    """The decode kernel, bound to a layer, its options and a workspace."""
+
+    run: Callable[..., None]
+    kind: PlanKind
+    layer: weakref.ref[LayerCache]
+    max_batch: int  # the workspace's
 
 
 def _aligned(query: torch.Tensor) -> bool:

@@ -38,12 +38,22 @@ def step(batch: int = 2) -> AttentionMetadata:
     return build_step([(1, 3)] * batch, LAYOUT, group=1, dtype=torch.float16).meta
 
 
+def plan_for(
+    planner: DecodePlanner,
+    layer: LayerCache,
+    meta: AttentionMetadata,
+    num_q_heads: int,
+    window: int,
+) -> tuple[torch.Tensor | None, bool]:
+    return planner.plan_for(planner.kind_of(layer, num_q_heads, window), layer, meta)
+
+
 def test_layers_alike_share_a_plan(made: list[tuple[object, ...]]) -> None:
     planner, meta = DecodePlanner(), step()
     planner.begin_step(meta)
-    first, is_new = planner.plan_for(layer(), meta, 4, -1)
+    first, is_new = plan_for(planner, layer(), meta, 4, -1)
     assert is_new
-    assert planner.plan_for(layer(), meta, 4, -1) == (first, False)
+    assert plan_for(planner, layer(), meta, 4, -1) == (first, False)
     assert len(made) == 1
     assert made[0][0] is first
 
@@ -55,7 +65,7 @@ def test_other_heads_windows_and_layouts_have_plans_of_their_own(
     planner.begin_step(meta)
     other = layer(PageLayout(2, 64, torch.bfloat16))
     for options in ((layer(), 4, -1), (layer(), 8, -1), (layer(), 4, 100), (other, 4, -1)):
-        _, is_new = planner.plan_for(options[0], meta, *options[1:])
+        _, is_new = plan_for(planner, options[0], meta, *options[1:])
         assert is_new
     assert len({given[0].data_ptr() for given in made}) == 4  # type: ignore[attr-defined]
 
@@ -64,16 +74,16 @@ def test_every_step_plans_anew_in_the_same_memory(made: list[tuple[object, ...]]
     planner, meta = DecodePlanner(), step()
     for _ in range(3):
         planner.begin_step(meta)
-        assert planner.plan_for(layer(), meta, 4, -1)[1]
+        assert plan_for(planner, layer(), meta, 4, -1)[1]
     assert len(made) == 3
     assert len({given[0].data_ptr() for given in made}) == 1  # type: ignore[attr-defined]
 
 
 def test_a_step_that_was_not_begun_has_no_plan(made: list[tuple[object, ...]]) -> None:
     planner = DecodePlanner()
-    assert planner.plan_for(layer(), step(), 4, -1) == (None, False)
+    assert plan_for(planner, layer(), step(), 4, -1) == (None, False)
     planner.begin_step(step())
-    assert planner.plan_for(layer(), step(), 4, -1) == (None, False)
+    assert plan_for(planner, layer(), step(), 4, -1) == (None, False)
     assert not made
 
 
@@ -82,9 +92,9 @@ def test_a_graph_makes_its_own_plan(
 ) -> None:
     planner, meta = DecodePlanner(), step()
     planner.begin_step(meta)
-    planner.plan_for(layer(), meta, 4, -1)
+    plan_for(planner, layer(), meta, 4, -1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert planner.plan_for(layer(), meta, 4, -1)[1]
+    assert plan_for(planner, layer(), meta, 4, -1)[1]
     assert made[0][0] is not made[1][0]
 
 
@@ -96,6 +106,6 @@ def test_graphs_keep_the_memory_that_larger_batches_outgrow(
     for batch in (2, MIN_BATCH + 1):
         meta = step(batch)
         planner.begin_step(meta)
-        plans.append(planner.plan_for(layer(), meta, 4, -1)[0])
+        plans.append(plan_for(planner, layer(), meta, 4, -1)[0])
     assert plans[0] is not plans[1]
     assert any(plans[0] is kept for kept in planner._outgrown)

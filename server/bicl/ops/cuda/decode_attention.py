@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from bicl.attention.metadata import AttentionMetadata
     from bicl.attention.pool import LayerCache
 
-__all__ = ["DecodePlanner", "decode_attention", "plan_bytes", "plan_decode"]
+__all__ = ["DecodePlanner", "PlanKind", "decode_attention", "plan_bytes", "plan_decode"]
 
 MIN_BATCH = 256
 
@@ -113,6 +113,21 @@ def plan_decode(
     )
 
 
+class PlanKind:
+    """What layers that divide a step alike have in common. There is one object of a kind, so that
+    a layer finds its plan by identity, whatever decides a kind.
+
+    Args:
+        num_q_heads, window_left: see ``plan_decode``.
+    """
+
+    __slots__ = ("num_q_heads", "window_left")
+
+    def __init__(self, num_q_heads: int, window_left: int) -> None:
+        self.num_q_heads = num_q_heads
+        self.window_left = window_left
+
+
 class DecodePlanner:
     """The plans of the current step: made by the first layer that needs each, shared by the rest.
 
@@ -127,24 +142,22 @@ class DecodePlanner:
         self.deterministic = deterministic
         self.pdl = pdl
         self._meta: AttentionMetadata | None = None
-        self._plans: dict[tuple[object, ...], torch.Tensor] = {}
-        self._memory: dict[tuple[object, ...], torch.Tensor] = {}
+        self._kinds: dict[tuple[object, ...], PlanKind] = {}
+        # Those that were made, and those that are recorded in a CUDA graph: its replay makes them.
+        self._plans: tuple[dict[PlanKind, torch.Tensor], ...] = ({}, {})
+        self._memory: dict[tuple[PlanKind, bool], torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
 
     def begin_step(self, meta: AttentionMetadata) -> None:
         """Forget earlier plans: the lengths have changed."""
         self._meta = meta
-        self._plans.clear()
+        for plans in self._plans:
+            plans.clear()
 
-    def plan_for(
-        self, layer: LayerCache, meta: AttentionMetadata, num_q_heads: int, window_left: int
-    ) -> tuple[torch.Tensor | None, bool]:
-        """The plan for ``layer`` in the step ``meta``, and whether the kernel that makes it has
-        only now been launched."""
-        if meta is not self._meta:
-            return None, False
+    def kind_of(self, layer: LayerCache, num_q_heads: int, window_left: int) -> PlanKind:
+        """Worth keeping: it is the slow part of finding a plan."""
         layout = layer.layout
-        shape = (
+        key = (
             num_q_heads,
             window_left,
             layout.num_kv_heads,
@@ -153,35 +166,44 @@ class DecodePlanner:
             layout.page_size,
             layout.tile,
             layer.device,
-            # One that is recorded in a CUDA graph is made by its replay, not now.
-            torch.cuda.is_current_stream_capturing(),
         )
-        plan = self._plans.get(shape)
+        return self._kinds.setdefault(key, PlanKind(num_q_heads, window_left))
+
+    def plan_for(
+        self, kind: PlanKind, layer: LayerCache, meta: AttentionMetadata
+    ) -> tuple[torch.Tensor | None, bool]:
+        """The plan for ``layer``, of this kind, in the step ``meta``, and whether the kernel that
+        makes it has only now been launched."""
+        if meta is not self._meta:
+            return None, False
+        capturing = torch.cuda.is_current_stream_capturing()
+        plans = self._plans[capturing]
+        plan = plans.get(kind)
         if plan is not None:
             return plan, False
-        plan = self._memory_for(shape, meta.batch_size, layer.device)
+        plan = self._memory_for((kind, capturing), meta.batch_size, layer.device)
         plan_decode(
             plan,
             layer,
             meta.page_table,
             meta.cache_seqlens,
-            num_q_heads=num_q_heads,
-            window_left=window_left,
+            num_q_heads=kind.num_q_heads,
+            window_left=kind.window_left,
             deterministic=self.deterministic,
             pdl=self.pdl,
         )
-        self._plans[shape] = plan
+        plans[kind] = plan
         return plan, True
 
     def _memory_for(
-        self, shape: tuple[object, ...], batch: int, device: torch.device
+        self, owner: tuple[PlanKind, bool], batch: int, device: torch.device
     ) -> torch.Tensor:
-        found = self._memory.get(shape)
+        found = self._memory.get(owner)
         if found is not None and found.numel() >= plan_bytes(batch):
             return found
         if found is not None:
             self._outgrown.append(found)
         size = plan_bytes(max(batch, MIN_BATCH))
         grown = torch.empty(size, dtype=torch.uint8, device=device)
-        self._memory[shape] = grown
+        self._memory[owner] = grown
         return grown
