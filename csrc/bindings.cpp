@@ -6,9 +6,11 @@
 #include "gather/api.h"
 #include "prefill_attention/api.h"
 #include "small_copies/api.h"
+#include "rotary/api.h"
 #include "sparse_select/api.h"
 #include "stage_step/api.h"
 #include "store_kv/api.h"
+#include "swiglu/api.h"
 #include "transfer_pages/api.h"
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(built_archs, bicl::built_archs);
@@ -27,9 +29,11 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(index_pages, bicl::index_pages_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_prefill, bicl::plan_prefill_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_attention, bicl::prefill_attention_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_workspace_bytes, bicl::prefill_workspace_bytes_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate, bicl::rotate_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(score_tiles, bicl::score_tiles_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_tiles, bicl::select_tiles_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(small_copies, bicl::small_copies_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_and_index, bicl::store_and_index_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_kv, bicl::store_kv_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(swiglu, bicl::swiglu_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transfer_pages, bicl::transfer_pages_api);

@@ -186,6 +186,31 @@ struct TilesParams {
   int force_cluster;         // tests and benchmarks: CTAs a (sequence, KV head); 0: by rule
 };
 
+struct RotaryParams {
+  void* query;      // [num_tokens][num_q_heads][head_dim], last dim contiguous; rotated in place
+  void* key;        // [num_tokens][num_kv_heads][head_dim], the same
+  const void* cos;  // [num_tokens][rotary_dim], of the first rotary_dim dims
+  const void* sin;
+  int64_t query_token_stride, query_head_stride;
+  int64_t key_token_stride, key_head_stride;
+  int64_t cos_stride, sin_stride;
+  DType dtype;  // of all, float16 or bfloat16
+  int num_tokens;
+  int num_q_heads, num_kv_heads;
+  int rotary_dim;  // even
+  bool pdl;
+};
+
+struct SwigluParams {
+  void* out;            // [num_tokens][width]
+  const void* gate_up;  // [num_tokens][2 * width], gates first
+  int64_t out_stride, gate_up_stride;
+  int64_t num_tokens;
+  DType dtype;  // float16 or bfloat16
+  int width;
+  bool pdl;
+};
+
 struct CompactTokensParams {
   Pages source, target;
   const int32_t* page_table;    // [max_pages], of the source

@@ -20,6 +20,7 @@ from transformers import (
 from bicl.errors import ConfigError
 from bicl.frontends.http.gguf import read_once
 from bicl.frontends.transformers import ATTENTION_NAME, ModelGeometry, inspect_model, register
+from bicl.frontends.transformers.fused_layers import fuse
 
 __all__ = ["LoadedModel", "bundled_model_path", "load_model", "locate", "resolve_model"]
 
@@ -51,6 +52,7 @@ class LoadedModel:
         max_position: longest sequence the model was made for.
         vocab_size: columns of the logits.
         eos_token_ids: ids that end a generation.
+        notes: what of it runs slower than it could, one sentence each.
     """
 
     model: PreTrainedModel
@@ -65,6 +67,7 @@ class LoadedModel:
     max_position: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    notes: tuple[str, ...] = ()
 
 
 def bundled_model_path() -> Path | None:
@@ -136,7 +139,8 @@ def describe(
     model_id: str = "",
     sha: str = "",
 ) -> LoadedModel:
-    """Facts about a model in memory; :func:`load_model` ends here, and so may a test.
+    """Facts about a model in memory, whose layers are fused where it is on a GPU;
+    :func:`load_model` ends here, and so may a test.
 
     Raises:
         ConfigError: the model cannot run on pages; the message says why.
@@ -156,6 +160,7 @@ def describe(
         max_position=getattr(config, "max_position_embeddings", None) or 2**31 - 1,
         vocab_size=config.vocab_size,
         eos_token_ids=_eos_token_ids(model, tokenizer),
+        notes=fuse(model) if model.device.type == "cuda" else (),
     )
 
 

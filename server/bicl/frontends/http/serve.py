@@ -99,7 +99,7 @@ def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
         with _timed("warming up"):
             engine.start()
         facts = _facts(config, loaded, engine, engine_config)
-        facts = replace(facts, fallbacks=fallbacks + _kernel_fallbacks())
+        facts = replace(facts, fallbacks=fallbacks + loaded.notes + _kernel_fallbacks())
         state = assemble(config, engine, loaded.tokenizer, facts, metrics)
         start_listening(listener)
         log.info(

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from bicl.attention.metadata import AttentionMetadata
 from bicl.frontends.transformers.cache import PackedCache
 from bicl.frontends.transformers.geometry import cache_argument
-from bicl.frontends.transformers.norms import fuse_norms
 
 __all__ = ["PackedModel"]
 
@@ -26,8 +25,6 @@ class PackedModel:
     def __init__(self, model: PreTrainedModel, cache: PackedCache) -> None:
         self._model = model
         self._cache = cache
-        if model.device.type == "cuda":
-            fuse_norms(model)
         self._cache_argument = {cache_argument(model): cache}
         # Nearly every decoder can restrict its output layer to chosen rows; the others compute
         # all rows, from which the chosen ones are taken.

@@ -32,6 +32,8 @@ HEADERS = {
     "bicl::copy_pages_kernel": "copy_pages/kernel.cuh",
     "bicl::small_copies_kernel": "small_copies/kernel.cuh",
     "bicl::stage_step_kernel": "stage_step/kernel.cuh",
+    "bicl::rotate_kernel": "rotary/kernel.cuh",
+    "bicl::swiglu_kernel": "swiglu/kernel.cuh",
     "bicl::decode::decode_kernel": "decode_attention/kernel.cuh",
     "bicl::decode::plan_kernel": "decode_attention/plan_kernel.cuh",
     "bicl::prefill::mma::kernel": "prefill_attention/mma/kernel.cuh",
