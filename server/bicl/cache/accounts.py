@@ -239,7 +239,6 @@ class PageAccounts:
         pages = self._allocator.allocate(num_pages)
         if pages:
             self._prefixes.claim(pages)
-            self.stats.allocated_pages += len(pages)
         return pages
 
     def _refuse_oversize(self, num_tokens: int) -> None:

@@ -155,7 +155,6 @@ class CacheManager(PageAccounts):
     def copies_issued(self, seq: SequencePages) -> None:
         """The device copies of ``seq.pending_copies`` are in the stream; let go of the sources."""
         self._check_live(seq)
-        self.stats.page_copies += len(seq.pending_copies)
         self._drop_copies(seq)
 
     def extend(self, seq: SequencePages, num_tokens: int) -> bool:

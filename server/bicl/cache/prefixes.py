@@ -129,7 +129,6 @@ class Prefixes:
         new = pages[present:]
         self._allocator.retain(new)
         self._allocator.release(dropped)
-        self._stats.inserted_pages += len(new)
         self._stats.duplicate_pages += present
         if new:
             keys = self.index.last_keys(node, len(new) + 1)
@@ -151,7 +150,6 @@ class Prefixes:
             self._allocator.retain([page])
             self._allocator.release(inserted.dropped)
             self.tags.write([page], inserted.node.keys)
-            self._stats.inserted_pages += 1
 
     # --- take away ---------------------------------------------------------------------------
     def evict(self, num_pages: int) -> None:

@@ -18,9 +18,6 @@ class CacheStats:
         copied_tokens: those among ``hit_tokens`` that came by copy of part of a page.
         host_hit_tokens, disk_hit_tokens: those that came from these tiers; the others were in the
             pool.
-        page_copies: pages copied for ``copied_tokens``.
-        allocated_pages: pages handed to sequences.
-        inserted_pages: pages that entered the index.
         duplicate_pages: pages computed although the index held the same tokens already.
         evicted_pages: pages that left the index to make room.
         evicted_age_ms: sum over ``evicted_pages`` of the time since their last use.
@@ -38,9 +35,6 @@ class CacheStats:
     copied_tokens: int = 0
     host_hit_tokens: int = 0
     disk_hit_tokens: int = 0
-    page_copies: int = 0
-    allocated_pages: int = 0
-    inserted_pages: int = 0
     duplicate_pages: int = 0
     evicted_pages: int = 0
     evicted_age_ms: int = 0
