@@ -40,7 +40,9 @@ from bicl.ops.cuda import library, sparse
 from bicl.ops.cuda.compact_tokens import compact_tokens
 from bicl.ops.cuda.decode_attention import decode_attention
 from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
+from bicl.ops.cuda.rotary import rotate
 from bicl.ops.cuda.stage_step import bind_stage_step
+from bicl.ops.cuda.swiglu import swiglu
 from bicl.ops.cuda.workspace import Workspace
 from bicl.sparse.index import make_indexes
 from bicl.sparse.selection import SelectionRule
@@ -131,7 +133,8 @@ def prefill(shape: Shape, *variants: dict[str, bool]) -> None:
 def choose(shape: Shape) -> None:
     layout, group, dtype = shape
     backend = CudaBackend()
-    step: Step = decode_step(backend, [1, 65, 0, 700], layout, group=group, dtype=dtype)
+    lengths = [1, 65, 0, 700, 200 * layout.page_size - 7]  # one CTA alone, and whole clusters
+    step: Step = decode_step(backend, lengths, layout, group=group, dtype=dtype)
     meta, layer, size = step.meta, step.layer, layout.page_size
     index = make_indexes({0: layer}, "centroids", dtype)[0]
     sparse.index_pages(layer, index, step.slots)
@@ -139,7 +142,7 @@ def choose(shape: Shape) -> None:
     rows = (step.key[newest], step.value[newest], step.slots[newest])
     backend.store(layer, *rows, records=index.vectors)
     rule = SelectionRule(page_size=size, max_k=512, first=1, recent=1, floor=0)
-    sparsity = torch.tensor([0.65, 0.65, 0.65, 0.5], device=DEVICE)
+    sparsity = torch.tensor([0.65, 0.65, 0.65, 0.5, 0.65], device=DEVICE)
     place = (meta.page_table, meta.cache_seqlens)
     for combine in ("max", "sum", "softmax"):
         scores = sparse.score_tiles(step.query, layer, index, *place, 0.1)
@@ -163,6 +166,15 @@ def stage() -> None:
     copy = bind_stage_step(**inputs, **lengths)
     step = (ids(3, dtype=long), ids(3), ids(3, dtype=long), torch.arange(3, device=DEVICE))
     copy(*step, ids(3), ids(3), ids(3, 150))
+
+
+def layers() -> None:
+    for dim, extra in ((128, 0), (80, 0), (64, 1)):  # the last one without vectors
+        rows = torch.randn(33, 6, dim + extra, device=DEVICE).bfloat16()[..., extra:]
+        angle = torch.rand(33, dim, device=DEVICE)
+        rotate(rows[:, :4], rows[:, 4:], angle.cos().bfloat16(), angle.sin().bfloat16())
+    for width in (96, 75):
+        swiglu(torch.randn(33, 2 * width, device=DEVICE).bfloat16())
 
 
 def canary() -> None:
@@ -194,6 +206,7 @@ GROUPS: dict[str, tuple[Callable[[], None], ...]] = {
     "prefill, mma": tuple(partial(prefill, shape, SM80) for shape in (BF16, NARROW_TILES, FP8)),
     "choice of pages": (partial(choose, BF16),),
     "inputs of a step": (stage,),
+    "parts of a layer": (layers,),
 }
 
 
