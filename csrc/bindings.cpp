@@ -5,6 +5,7 @@
 #include "decode_attention/api.h"
 #include "gather/api.h"
 #include "prefill_attention/api.h"
+#include "rotate_and_store/api.h"
 #include "small_copies/api.h"
 #include "rotary/api.h"
 #include "sparse_select/api.h"
@@ -29,6 +30,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(index_pages, bicl::index_pages_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_prefill, bicl::plan_prefill_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_attention, bicl::prefill_attention_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_workspace_bytes, bicl::prefill_workspace_bytes_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_and_store, bicl::rotate_and_store_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate, bicl::rotate_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(score_tiles, bicl::score_tiles_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_tiles, bicl::select_tiles_api);

@@ -53,6 +53,16 @@ struct StoreKvParams {
   bool pdl;      // programmatic dependent launch
 };
 
+struct RotateAndStoreParams {
+  StoreKvParams store;  // key before its rotation; 16-bit elements, head_dim = D
+  void* query;          // [num_tokens][num_q_heads][head_dim], last dim contiguous
+  const void* cos;      // [num_tokens][rotary_dim], last dim contiguous
+  const void* sin;      // same shape
+  int64_t query_token_stride, query_head_stride, cos_stride, sin_stride;
+  int num_q_heads;
+  int rotary_dim;  // dims that turn, from the first
+};
+
 struct GatherParams {
   Pages pages;
   Sequences sequences;

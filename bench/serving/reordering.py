@@ -225,9 +225,9 @@ def _watched(engine: Engine) -> Iterator[_Watch]:
         kinds.append(all(chunk.count == 1 for chunk in chunks))
         return forward(chunks, *args, **options)
 
-    def timed_store(*args: Any) -> None:
+    def timed_store(*args: Any, **options: Any) -> None:
         began = time.perf_counter()
-        store(*args)
+        store(*args, **options)
         watch.store_seconds += time.perf_counter() - began
 
     engine.step, runner.forward = timed_step, noted_forward  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
+from bicl.attention.rotary import Rotary
 from bicl.frontends.http.engine.runner import ModelRunner
 
 __all__ = [
@@ -50,12 +52,22 @@ class StepShape:
 
 @contextmanager
 def without_store(runner: ModelRunner) -> Iterator[None]:
-    """Attention reads whatever the pages hold, and is launched as early as after a store."""
+    """Attention reads whatever the pages hold, and is launched as early as after a store. What is
+    turned where it is stored is turned all the same."""
     backend: Any = runner.backend
 
+    rotate = import_module(f"bicl.ops.{runner.device.type}.rotary").rotate
+
     def skip(
-        layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+        layer: LayerCache,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        rotary: Rotary | None = None,
     ) -> None:
+        if rotary is not None:
+            rotate(rotary.query, key, rotary.cos, rotary.sin)
         backend._stored = (layer.pages, slots)
 
     backend.store = skip
@@ -72,11 +84,11 @@ def store_on_side_stream(runner: ModelRunner) -> Iterator[None]:
     backend: Any = runner.backend
     store, side = backend.store, torch.cuda.Stream()
 
-    def aside(*args: Any) -> None:
+    def aside(*args: Any, **options: Any) -> None:
         here = torch.cuda.current_stream()
         side.wait_stream(here)
         with torch.cuda.stream(side):
-            store(*args)
+            store(*args, **options)
         here.wait_stream(side)
         backend._stored = None  # attention follows the join, not the store
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tiny_models import FAMILIES, tiny_model
+from support.driving import generate, random_prompt, request, running
+from support.tiny_models import FAMILIES, tiny_loaded, tiny_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -38,6 +39,19 @@ def test_fused_layers_give_what_they_gave(family: str, dtype: torch.dtype) -> No
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     difference = (logits(model).float() - expected.float()).abs().max()
     assert difference <= tolerance * expected.float().abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_an_engine_turns_keys_where_it_stores_them(family: str) -> None:
+    """The packed cache is handed rows that are not turned yet."""
+    loaded, fused = tiny_loaded(family), tiny_loaded(family)
+    assert fuse_layers(fused.model) == fused.model.config.num_hidden_layers
+    results = []
+    for model in (loaded, fused):
+        with running(model, max_total_tokens=512) as engine:
+            first = generate(engine, *[request(random_prompt(n, n), 12) for n in (1, 90, 200)])
+            results.append([result.ids for result in first])
+    assert results[0] == results[1]
 
 
 def test_products_with_a_bias_and_a_part_that_is_no_gate() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
+from bicl.attention.rotary import Rotary
 from bicl.errors import BackendError
 
 __all__ = ["BACKENDS", "AttentionBackend", "make_backend"]
@@ -30,11 +31,22 @@ class AttentionBackend(Protocol):
         """Prepare a step. May launch one small kernel; never waits for the device."""
 
     def store(
-        self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+        self,
+        layer: LayerCache,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        rotary: Rotary | None = None,
     ) -> None:
         """Write rows of K and V ``[T, H, head_dim]`` (last dim contiguous, any token and head
         stride) at ``slots`` (int64 ``[T]``; negative: skip). Padding dims are written as zeros.
-        Slots may repeat (last or any writer wins)."""
+        Slots may repeat (last or any writer wins).
+
+        Args:
+            rotary: turns its queries, in place, and the keys that are written; what it leaves in
+                ``key`` is not defined.
+        """
 
     def run(
         self,

@@ -13,6 +13,7 @@ import torch
 
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
+from bicl.attention.rotary import Rotary
 from bicl.attention.validate import (
     check_metadata,
     check_page_lists,
@@ -60,10 +61,18 @@ class CpuBackend:
         return planned[1]
 
     def store(
-        self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+        self,
+        layer: LayerCache,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        rotary: Rotary | None = None,
     ) -> None:
         """See ``AttentionBackend.store``. Slots past the pool's end raise InvalidInputError."""
         check_rows(layer, key, value, slots)
+        if rotary is not None:
+            ops.rotate(rotary.query, key, rotary.cos, rotary.sin)
         planned = self._planned
         if planned is not None and slots is planned[0].slot_mapping:
             index = planned[1].store_index(layer.layout, layer.num_pages)

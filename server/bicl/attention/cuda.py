@@ -10,6 +10,7 @@ import torch
 
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
+from bicl.attention.rotary import Rotary
 from bicl.attention.validate import check_no_grad, check_page_lists, check_tensor
 from bicl.errors import BackendError, BiclError, InvalidInputError
 from bicl.ops.cuda import library
@@ -17,6 +18,7 @@ from bicl.ops.cuda.copy_pages import copy_pages
 from bicl.ops.cuda.decode_attention import DecodePlanner, PlanKind
 from bicl.ops.cuda.gather import gather
 from bicl.ops.cuda.prefill_attention import PrefillPlanner, prefill_attention
+from bicl.ops.cuda.rotary import rotate, rotate_and_store
 from bicl.ops.cuda.sparse import store_and_index
 from bicl.ops.cuda.store_kv import store_kv
 from bicl.ops.cuda.workspace import Workspace
@@ -76,6 +78,7 @@ class CudaBackend:
         value: torch.Tensor,
         slots: torch.Tensor,
         *,
+        rotary: Rotary | None = None,
         records: torch.Tensor | None = None,
     ) -> None:
         """See ``AttentionBackend.store``. Slots are trusted to lie in the pool.
@@ -83,7 +86,7 @@ class CudaBackend:
         Args:
             records: for a step of one token a sequence: uint8 ``[num_pages, n]``, the index of
                 HySparse (``bicl/sparse/index.py``); rewritten for the pages that this step
-                completes, in the same launch.
+                completes, in the same launch. The rotation then has one of its own.
         """
         check_no_grad("key", key)
         check_no_grad("value", value)
@@ -92,7 +95,12 @@ class CudaBackend:
         if value.stride(-1) != 1:
             value = value.contiguous()
         try:
-            if records is None:
+            if rotary is not None and records is not None:
+                rotate(rotary.query, key, rotary.cos, rotary.sin)
+                rotary = None
+            if rotary is not None:
+                rotate_and_store(layer, *rotary, key, value, slots, pdl=self.pdl)
+            elif records is None:
                 store_kv(layer, key, value, slots, pdl=self.pdl)
             else:
                 store_and_index(layer, records, key, value, slots, pdl=self.pdl)
@@ -130,8 +138,10 @@ class CudaBackend:
             return _narrowed(wide, query.shape[-1], out)
         if not _aligned(query):
             query = query.contiguous()
-        result = query.new_empty(query.shape) if out is None else out
-        num_tokens, num_q_heads = query.shape[:2]
+        result = (
+            torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+        )
+        num_tokens, num_q_heads, _ = query.shape
         lse = (
             torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=query.device)
             if return_lse
@@ -178,7 +188,7 @@ class CudaBackend:
         softcap: float,
         window_left: int,
     ) -> None:
-        batch, num_q_heads = query.shape[:2]
+        batch, num_q_heads, _ = query.shape
         key = (id(layer), num_q_heads, scale, softcap, window_left)
         bound = self._bound.get(key)
         if bound is None or bound.layer() is not layer or batch > bound.max_batch:

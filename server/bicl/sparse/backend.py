@@ -12,6 +12,7 @@ import torch
 from bicl.attention.backend import AttentionBackend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
+from bicl.attention.rotary import Rotary
 from bicl.errors import BackendError
 from bicl.ops.cpu.sparse import select_tiles
 from bicl.sparse.config import HySparseConfig
@@ -68,14 +69,20 @@ class SparseBackend:
         self.inner.plan(meta)
 
     def store(
-        self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+        self,
+        layer: LayerCache,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        rotary: Rotary | None = None,
     ) -> None:
         """See ``AttentionBackend.store``; pages that this fills enter the index."""
         index = self._by_pages.get(layer.pages.data_ptr())
         if index is not None and self._decodes and self._overlapping is not None:
-            self._overlapping.store(layer, key, value, slots, records=index.vectors)
+            self._overlapping.store(layer, key, value, slots, records=index.vectors, rotary=rotary)
         else:
-            self.inner.store(layer, key, value, slots)
+            self.inner.store(layer, key, value, slots, rotary=rotary)
             if index is not None:
                 self._ops.index_pages(layer, index, slots)
         self._stored = (layer.pages, slots)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from bicl.attention.backend import AttentionBackend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
+from bicl.attention.rotary import Rotary
 from bicl.errors import BackendError
 from bicl.sparse.selection import SelectionRule
 
@@ -228,16 +229,22 @@ class CompactBackend:
         self.compact.plan(meta.compact)
 
     def store(
-        self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+        self,
+        layer: LayerCache,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        rotary: Rotary | None = None,
     ) -> None:
         """``slots`` of the planned step's ``slot_mapping`` mean the same tokens in either group."""
         if layer.pages.data_ptr() not in self._numbers:
-            self.full.store(layer, key, value, slots)
+            self.full.store(layer, key, value, slots, rotary=rotary)
             return
         planned = self._planned
         if planned is not None and planned.compact is not None and slots is planned.slot_mapping:
             slots = planned.compact.slot_mapping
-        self.compact.store(layer, key, value, slots)
+        self.compact.store(layer, key, value, slots, rotary=rotary)
 
     def run(
         self,

@@ -11,6 +11,7 @@ import torch
 from bicl.attention.backend import AttentionBackend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
+from bicl.attention.rotary import Rotary
 from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.fit import open_gate
@@ -84,9 +85,15 @@ class ShadowBackend:
         self.sparse.plan(meta)
 
     def store(
-        self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+        self,
+        layer: LayerCache,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        rotary: Rotary | None = None,
     ) -> None:
-        self.sparse.store(layer, key, value, slots)
+        self.sparse.store(layer, key, value, slots, rotary=rotary)
 
     def run(
         self,

@@ -13,7 +13,9 @@ from support.cases import FP8_DTYPES, PAGES_AND_TILES, QUERY_DTYPES, build_step
 from bicl.attention import reference
 from bicl.attention.cpu import CpuBackend
 from bicl.attention.pool import KVPool, LayerCache
+from bicl.attention.rotary import Rotary
 from bicl.cache.layout import SUPPORTED_DTYPES, PageLayout
+from bicl.ops.cpu import rotate
 
 
 def as_bytes(layer: LayerCache) -> torch.Tensor:
@@ -164,3 +166,16 @@ def test_copied_pages_are_equal_bytes_in_every_layer(dtype: torch.dtype) -> None
         assert torch.equal(now[0], old[5])
         for page in (1, 2, 4, 5):
             assert torch.equal(now[page], old[page])
+
+
+def test_keys_are_turned_on_their_way_to_the_pages() -> None:
+    layout = PageLayout(2, 64, torch.float32)
+    one, other = (LayerCache(torch.zeros(layout.shape(2)), layout) for _ in range(2))
+    query, key, value = torch.randn(5, 4, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64)
+    turns, slots = torch.randn(5, 64), torch.tensor([3, -1, 70, 0, 5])
+    turned = query.clone(), key.clone()
+    rotate(*turned, turns.cos(), turns.sin())
+    CpuBackend().store(other, turned[1], value, slots)
+    CpuBackend().store(one, key, value, slots, rotary=Rotary(query, turns.cos(), turns.sin()))
+    assert torch.equal(query, turned[0])
+    assert torch.equal(one.pages, other.pages)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from bicl.attention.backend import AttentionBackend, make_backend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import KVPool
+from bicl.attention.rotary import Rotary
 from bicl.attention.store_clock import StoreClock
 from bicl.cache.tiers import Fetch
 from bicl.errors import InvalidInputError
@@ -34,6 +35,8 @@ class PackedCache(PagedCache):
         arrivals: copies of pages under way, which each layer joins before it reads them.
         clock: times the store of its layer; ``None``: nothing is timed.
     """
+
+    rotates = True
 
     def __init__(self, pool: KVPool, backend: AttentionBackend) -> None:
         super().__init__()
@@ -67,13 +70,18 @@ class PackedCache(PagedCache):
             clock = None
         if clock is not None:
             clock.begin()
+        queries = query[0].transpose(0, 1)
         self.backend.store(
-            layer, rows.key[0].transpose(0, 1), rows.value[0].transpose(0, 1), meta.slot_mapping
+            layer,
+            rows.key[0].transpose(0, 1),
+            rows.value[0].transpose(0, 1),
+            meta.slot_mapping,
+            rotary=None if rows.rotary is None else Rotary(queries, *rows.rotary),
         )
         if clock is not None:
             clock.end()
         out = self.backend.run(
-            query[0].transpose(0, 1),
+            queries,
             layer,
             meta,
             scale=scale,

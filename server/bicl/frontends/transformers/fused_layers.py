@@ -225,9 +225,12 @@ class _FusedLayer:
             for rows, norm in zip((query, key), self._head_norms, strict=True)
         )
         cos, sin = keywords["position_embeddings"]
-        self._rotate(query, key, cos[0], sin[0])
+        if not cache.rotates:
+            self._rotate(query, key, cos[0], sin[0])
         key, value = (rows.transpose(0, 1)[None] for rows in (key, value))
         rows, _ = cache.update(key, value, self._layer_idx)
+        if cache.rotates:
+            rows.rotary = cos[0], sin[0]
         out = cache.attend(
             rows, query.transpose(0, 1)[None], keywords.get("attention_mask"), **self._options
         )

@@ -20,9 +20,10 @@ class LayerRows:
         cache: where they belong.
         layer_idx: which layer.
         key, value: ``[B, num_kv_heads, T, head_dim]``, of this step only.
+        rotary: cos and sin, ``[T, R]``, by which queries and keys are still to be turned.
     """
 
-    __slots__ = ("cache", "key", "layer_idx", "value")
+    __slots__ = ("cache", "key", "layer_idx", "rotary", "value")
 
     def __init__(
         self, cache: PagedCache, layer_idx: int, key: torch.Tensor, value: torch.Tensor
@@ -31,10 +32,17 @@ class LayerRows:
         self.layer_idx = layer_idx
         self.key = key
         self.value = value
+        self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class PagedCache(Cache):
-    """A transformers cache whose layers are not tensors to concatenate but pages to attend to."""
+    """A transformers cache whose layers are not tensors to concatenate but pages to attend to.
+
+    Attributes:
+        rotates: its ``attend`` turns queries and keys by ``LayerRows.rotary``.
+    """
+
+    rotates = False
 
     def __init__(self) -> None:
         super().__init__(layers=[])

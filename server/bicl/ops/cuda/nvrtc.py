@@ -30,6 +30,7 @@ HEADERS = {
     "bicl::store_kv_kernel": "store_kv/kernel.cuh",
     "bicl::gather_kernel": "gather/kernel.cuh",
     "bicl::copy_pages_kernel": "copy_pages/kernel.cuh",
+    "bicl::rotate_and_store_kernel": "rotate_and_store/kernel.cuh",
     "bicl::small_copies_kernel": "small_copies/kernel.cuh",
     "bicl::stage_step_kernel": "stage_step/kernel.cuh",
     "bicl::rotate_kernel": "rotary/kernel.cuh",

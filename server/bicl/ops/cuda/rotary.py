@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from bicl.ops.cuda import library
+from bicl.ops.cuda.store_kv import store_kv
 
-__all__ = ["rotate"]
+if TYPE_CHECKING:
+    from bicl.attention.pool import LayerCache
+
+__all__ = ["rotate", "rotate_and_store"]
 
 
 def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -23,3 +29,28 @@ def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
         ValueError: shapes, dtypes or devices that do not fit; the message names them.
     """
     library.module().rotate(query, key, cos, sin, True)
+
+
+def rotate_and_store(
+    layer: LayerCache,
+    query: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """:func:`rotate`, then ``store_kv``: in one launch, which leaves ``key`` as it was, or, where
+    pages are fp8 or padded, or rows are not aligned, in two. Bit for bit the same.
+
+    Args:
+        pdl: start before the kernel ahead has ended; it is waited for before anything is read.
+    """
+    done = library.module().rotate_and_store(
+        query, key, value, cos, sin, layer.pages, slots, layer.layout.page_size, pdl
+    )
+    if not done:
+        rotate(query, key, cos, sin)
+        store_kv(layer, key, value, slots, pdl=pdl)
