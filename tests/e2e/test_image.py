@@ -126,9 +126,11 @@ def test_disk_that_fills_up_does_not_stop_the_server(client: str, image: str) ->
 
 
 def test_image_carries_its_parts_list_and_no_compiler(client: str, image: str) -> None:
-    parts = run(client, "run", "--rm", "--entrypoint", "cat", image, "/opt/bicl/sbom.txt")
-    assert "bicl @ " in parts or "bicl==" in parts
-    assert "torch==2.13.0+cpu" in parts
+    bom = run(client, "run", "--rm", "--entrypoint", "cat", image, "/opt/bicl/sbom.cdx.json")
+    parts = {part["name"]: part.get("version") for part in json.loads(bom)["components"]}
+    assert json.loads(bom)["bomFormat"] == "CycloneDX"
+    assert parts["torch"] == "2.13.0+cpu"
+    assert {"bicl", "fastapi", "llguidance"} <= set(parts)
     for tool in ("gcc", "cc", "nvcc", "make"):
         assert not succeeds(client, "run", "--rm", "--entrypoint", "which", image, tool), tool
 

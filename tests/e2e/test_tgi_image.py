@@ -9,7 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
-from engine import ENVIRONMENT, build, build_embedded, docker, run, succeeds
+from engine import (
+    BASE,
+    ENVIRONMENT,
+    build,
+    build_embedded,
+    docker,
+    fill_context,
+    run,
+    succeeds,
+)
 from stand_in_tgi import build_official, fake_tgi
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -150,6 +159,21 @@ def test_labels_health_check_and_parts_list(client: str, image: str) -> None:
     assert config["Labels"]["org.opencontainers.image.base.name"] == "bicl-test-tgi:official"
     assert "/health" in config["Healthcheck"]["Test"][-1]
     assert config["Entrypoint"] == ["/tgi-entrypoint.sh"], "TGI's own"
-    parts = in_image(client, image, "cat", "/opt/bicl/sbom.txt").stdout
-    assert {"bicl", "apache-tvm-ffi", "xxhash"} <= {x.partition("=")[0] for x in parts.split()}
-    assert in_image(client, image, "ls", "/tmp/bicl").returncode != 0
+    bom = json.loads(in_image(client, image, "cat", "/opt/bicl/sbom.cdx.json").stdout)
+    assert {"bicl", "apache-tvm-ffi", "xxhash"} <= {part["name"] for part in bom["components"]}
+    for folder in ("/tmp/bicl", "/tmp/bom"):
+        assert in_image(client, image, "ls", folder).returncode != 0
+
+
+def test_official_image_can_be_pinned_by_digest(client: str, image: str, tmp_path: Path) -> None:
+    """The engine is asked for exactly that one; here it does not exist."""
+    fill_context(tmp_path)
+    pinned = f"sha256:{'0' * 64}"
+    done = subprocess.run(
+        [client, "build", "--target", "tgi", "--build-arg", "TGI_IMAGE=localhost:1/tgi:3.3.7",
+         "--build-arg", f"TGI_DIGEST={pinned}", "--build-arg", f"EMBEDDED_BASE={BASE}",
+         str(tmp_path)],
+        capture_output=True, text=True, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert f"localhost:1/tgi:3.3.7@{pinned}" in done.stderr
