@@ -50,10 +50,9 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterato
         max_batch_prefill_tokens=4096,
         num_pages=options.pages,
     ) as engine:
-        for shrink in (8, 1):
-            yield from reordering.traffic_rows(
-                engine, rate=options.rate, seconds=options.seconds, shrink=shrink
-            )
+        yield from reordering.traffic_rows(
+            engine, rate=options.rate, seconds=options.seconds, shrinks=(8, 1)
+        )
         shapes = [(1, 1024), (32, 1024), (32, 4096), (options.batch, 1024)]
         fitting = [(b, k) for b, k in shapes if b * k // 64 <= options.pages]
         yield from reordering.decode_rows(engine, fitting, rounds=2 * options.rounds)

@@ -98,10 +98,11 @@ def timed(stream: RequestStream) -> tuple[float, RequestDone]:
 
 
 def open_loop(
-    engine: Engine, lengths: ChatLengths, rate: float, seconds: float, seed: int = 0
+    engine: Engine, lengths: ChatLengths, rate: float, seconds: float, prompts: int = 0
 ) -> list[RequestStream]:
-    """Submit requests at random times, ``rate`` a second, whatever the engine answers."""
-    rng, ids = random.Random(seed), np.random.default_rng(seed)
+    """Submit requests at random times, ``rate`` a second, whatever the engine answers. Lengths and
+    times are always the same; ``prompts`` numbers what is in them."""
+    rng, ids = random.Random(0), np.random.default_rng([29, prompts])
     streams = []
     due = began = time.perf_counter()
     while due - began < seconds:

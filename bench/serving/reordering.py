@@ -2,20 +2,23 @@
 
 * **traffic**: requests of chat-shaped lengths come at a fixed rate, whatever the engine answers.
   While they come, each step has prompt tokens of some; when they stop and all prompts are computed,
-  those that still run decode, and that is watched, too.
-  CUPTI records every kernel. A store kernel is exposed while no other kernel runs;
-  ``store_kernels`` counts all of its time, hidden or not, and is the most that it could be.
-  ``host_share`` is what the host spends in ``backend.store``. ``by_the_engines_clock`` is what the
-  server's own metric says (:mod:`bicl.attention.store_clock`).
+  those that still run decode, and that is watched, too. It comes three times: unwatched, for how
+  long steps take; with CUPTI recording every kernel; and so once more, storing nothing.
 * **decode**, **prefill**: one step captured in a CUDA graph with and without its store, in turns
-  (:mod:`bench.serving.steps`), and the timeline of its kernels as above (``timeline``).
+  (:mod:`bench.serving.steps`), and the timeline of its kernels (``timeline``).
 * **side stream**: the same steps with their stores forked to a stream of their own.
+
+In a timeline the kernels that store, or turn keys, are exposed while no other kernel runs; what
+they are exposed longer than without stores, the stores cost. ``store_kernels`` counts all of their
+time, hidden or not. ``by_the_engines_clock`` is what the server's own metric says
+(:mod:`bicl.attention.store_clock`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +27,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.serving.load import CHAT, finish, open_loop, submit
+from bench.serving.load import CHAT, ChatLengths, finish, open_loop, submit
 from bench.serving.steps import (
     Exposed,
     Run,
@@ -32,8 +35,9 @@ from bench.serving.steps import (
     exposed,
     step_pair,
     store_on_side_stream,
+    without_store,
 )
-from bicl.frontends.http.engine import Engine, EngineStats
+from bicl.frontends.http.engine import Engine
 
 __all__ = ["decode_rows", "exposed_ns", "prefill_rows", "side_stream_rows", "traffic_rows"]
 
@@ -45,31 +49,75 @@ DECODE_STEPS = 40
 TAIL_SECONDS = 8.0
 """For these steps, at most: prompts that still wait must be computed first."""
 
-STORE_KERNEL = "store_kv_kernel"
+STORE_KERNELS = ("store_kv_kernel", "rotate_and_store_kernel", "rotate_kernel")
+"""What stores, and what remains of it without stores."""
+
+Spans = list[tuple[int, int]]
+Kernels = list[tuple[int, int, bool]]
+"""``(begin, end, stores or turns keys)`` in ns since the epoch."""
+
+
+def traffic_rows(engine: Engine, *, rate: float, seconds: float, shrinks: Sequence[float]) -> Rows:
+    """Rows for all steps, and for those with and without prompt tokens, of each traffic. The
+    engine stores nothing in decode steps afterwards."""
+    finish(submit(engine, range(4, 68), 4))
+    plain, stored, bare = [], [], []
+    for number, shrink in enumerate(shrinks):
+        lengths = CHAT.shrunk(shrink)
+        plain.append(_traffic(engine, lengths, rate, seconds, 3 * number, watched=False))
+        stored.append(_traffic(engine, lengths, rate, seconds, 3 * number + 1))
+    graphs = engine._runner.graphs
+    with without_store(engine._runner):
+        if graphs is not None:
+            graphs.capture()
+        for number, shrink in enumerate(shrinks):
+            bare.append(_traffic(engine, CHAT.shrunk(shrink), rate, seconds, 3 * number + 2))
+    rows = []
+    for shrink, *passes in zip(shrinks, plain, stored, bare, strict=True):
+        for kind, wanted in KINDS.items():
+            row = {"case": f"exposed reordering, {kind}", "lengths_divided_by": shrink}
+            rows.append(row | _compared(*passes, wanted) | passes[0].load)
+    return rows
+
+
+KINDS = {"all": (True, False), "prefill": (False,), "decode": (True,)}
 
 
 @dataclass
-class _Watch:
-    """Steps as ``(begin, end, is decode)`` in ns since the epoch; seconds spent in ``store``."""
+class _Traffic:
+    """Steps as ``(begin, end, is decode)`` in ns since the epoch, and the kernels in them."""
 
     steps: list[tuple[int, int, bool]]
-    store_seconds: float = 0.0
+    kernels: Kernels
+    load: dict[str, Any]
+
+    def of(self, decodes: bool) -> Spans:
+        return [(begin, end) for begin, end, is_decode in self.steps if is_decode == decodes]
 
 
-def traffic_rows(engine: Engine, *, rate: float, seconds: float, shrink: float) -> Rows:
-    """Rows for all steps, and for those with and without prompt tokens."""
-    finish(submit(engine, range(4, 68), 4))
+def _traffic(
+    engine: Engine,
+    lengths: ChatLengths,
+    rate: float,
+    seconds: float,
+    prompts: int,
+    *,
+    watched: bool = True,
+) -> _Traffic:
+    """One pass. ``prompts``: other ones for each number; lengths and times are the same."""
     before = engine.snapshot()
-    with _watched(engine) as watch, _kernels(engine) as kernels:
+    with _steps(engine) as steps, _kernels(engine, watched) as kernels:
         began = time.perf_counter()
-        streams = open_loop(engine, CHAT.shrunk(shrink), rate, seconds)
+        streams = open_loop(engine, lengths, rate, seconds, prompts=prompts)
         elapsed = time.perf_counter() - began
         after = engine.snapshot()
         _let_decode(engine)
+        end = engine.snapshot()
     for stream in streams:
         stream.close()
     while engine.snapshot().batch_size or engine.snapshot().queue_size:
         time.sleep(0.02)
+    new = after.generated_tokens - before.generated_tokens
     load = {
         "offered_per_second": round(len(streams) / elapsed, 1),
         "finished_per_second": round((after.finished - before.finished) / elapsed, 1),
@@ -78,21 +126,50 @@ def traffic_rows(engine: Engine, *, rate: float, seconds: float, shrink: float) 
         "prompt_tokens_per_second": round(
             (after.prefilled_tokens - before.prefilled_tokens) / elapsed
         ),
-        "new_tokens_per_second": round(
-            (after.generated_tokens - before.generated_tokens) / elapsed
-        ),
-        "lengths_divided_by": shrink,
+        "new_tokens_per_second": round(new / elapsed),
+        "by_the_engines_clock": {
+            "prefill": (end.prefill_store_time - before.prefill_store_time)
+            / ((end.prefill_time - before.prefill_time) or 1),
+            "decode": (end.decode_store_time - before.decode_store_time)
+            / ((end.decode_time - before.decode_time) or 1),
+        },
     }
-    kinds = {"all": (True, False), "prefill": (False,), "decode": (True,)}
-    rows = []
-    for kind, wanted in kinds.items():
-        steps = [(a, b) for a, b, is_decode in watch.steps if is_decode in wanted]
-        share = _share(steps, kernels) if steps else {"steps": 0}  # a row without value: not seen
-        rows.append({"case": f"exposed reordering, {kind}", **share, **load})
-    total = sum(b - a for a, b, _ in watch.steps)
-    rows[0]["host_share"] = watch.store_seconds * 1e9 / total
-    rows[0]["by_the_engines_clock"] = (_store_time(after) - _store_time(before)) / (total / 1e9)
-    return rows
+    return _Traffic(steps, kernels, load)
+
+
+def _compared(
+    plain: _Traffic, stored: _Traffic, bare: _Traffic, wanted: Sequence[bool]
+) -> dict[str, Any]:
+    """What storing costs the steps of these kinds, as many of each as came unwatched; no value
+    where one of them was not seen."""
+    spans = {kind: plain.of(kind) for kind in wanted if plain.of(kind)}
+    watched = [{kind: traffic.of(kind) for kind in spans} for traffic in (stored, bare)]
+    if not spans or not all(all(of_kind.values()) for of_kind in watched):
+        return {"steps": 0}
+    num_steps = sum(map(len, spans.values()))
+    step_ns = sum(end - begin for steps in spans.values() for begin, end in steps) / num_steps
+
+    def mean(steps: Mapping[bool, Spans], kernels: Kernels) -> dict[str, float]:
+        total: dict[str, float] = defaultdict(float)
+        for kind, weight in spans.items():
+            for name, value in _per_step(steps[kind], kernels).items():
+                total[name] += value * len(weight) / num_steps
+        return total
+
+    with_stores, without = mean(watched[0], stored.kernels), mean(watched[1], bare.kernels)
+    exposed = with_stores["exposed"] - without["exposed"]
+    return {
+        "value": exposed / step_ns,
+        "unit": "of step time",
+        "exposed_us_per_step": round(exposed / 1e3, 2),
+        "ms_per_step": round(step_ns / 1e6, 3),
+        "store_kernels": (with_stores["all"] - without["all"]) / step_ns,
+        "of_gpu_busy": exposed / with_stores["busy"] if with_stores["busy"] else 0.0,
+        "gpu_busy_ms_per_step": round(with_stores["busy"] / 1e6, 3),
+        "stores_seen_per_step": with_stores["count"],
+        "steps": num_steps,
+        "steps_watched": [sum(map(len, of_kind.values())) for of_kind in watched],
+    }
 
 
 def _let_decode(engine: Engine) -> None:
@@ -105,10 +182,6 @@ def _let_decode(engine: Engine) -> None:
         time.sleep(0.02)
 
 
-def _store_time(stats: EngineStats) -> float:
-    return stats.prefill_store_time + stats.decode_store_time
-
-
 def decode_rows(
     engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: int, replays: int = 8
 ) -> Rows:
@@ -118,7 +191,7 @@ def decode_rows(
         shape = StepShape((1,) * batch, (context - 1,) * batch)
         pair = step_pair(engine._runner, shape)
         found = exposed(pair, engine.loaded.device, rounds=rounds)
-        timeline = _timeline(engine, pair[0], replays)
+        timeline = _timeline(engine, pair, replays)
         rows.append(
             {
                 "case": "exposed reordering in a decode step",
@@ -147,7 +220,7 @@ def prefill_rows(engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: i
                 "value": 1 - found.share,
                 **_difference(found, rounds),
                 "unit": "x",
-                **_timeline(engine, pair[0], 1),
+                **_timeline(engine, pair, 1),
             }
         )
     return rows
@@ -188,29 +261,31 @@ def _difference(found: Exposed, rounds: int) -> dict[str, Any]:
     }
 
 
-def _timeline(engine: Engine, run: Run, replays: int) -> dict[str, Any]:
+def _timeline(engine: Engine, pair: tuple[Run, Run], replays: int) -> dict[str, Any]:
     """The same from the kernels' own begins and ends; nothing where there is no GPU."""
-    with _kernels(engine) as kernels:
-        for _ in range(replays):
-            run()
-    stores = [(begin, end) for begin, end, is_store in kernels if is_store]
-    others = [(begin, end) for begin, end, is_store in kernels if not is_store]
-    if not stores:
-        return {}
-    total = max(end for _, end, _ in kernels) - kernels[0][0]
+    found = []
+    for run in pair:
+        with _kernels(engine) as kernels:
+            for _ in range(replays):
+                run()
+        if not kernels:
+            return {}
+        whole = [(kernels[0][0], max(end for _, end, _ in kernels) + 1)]
+        found.append((whole[0][1] - whole[0][0], _per_step(whole, kernels)))
+    (total, stored), (_, bare) = found
     return {
-        "timeline": exposed_ns(stores, others) / total,
-        "store_kernels": sum(end - begin for begin, end in stores) / total,
-        "stores_seen": len(stores),
+        "timeline": (stored["exposed"] - bare["exposed"]) / total,
+        "store_kernels": (stored["all"] - bare["all"]) / total,
+        "stores_seen": stored["count"],
     }
 
 
 @contextmanager
-def _watched(engine: Engine) -> Iterator[_Watch]:
-    """Note when the engine steps, and how long its host stores."""
-    watch = _Watch([])
+def _steps(engine: Engine) -> Iterator[list[tuple[int, int, bool]]]:
+    """Note when the engine steps, and whether a step only decodes."""
+    steps: list[tuple[int, int, bool]] = []
     runner = engine._runner
-    step, forward, store = engine.step, runner.forward, runner.backend.store
+    step, forward = engine.step, runner.forward
     kinds: list[bool] = []
 
     def timed_step() -> bool:
@@ -218,31 +293,25 @@ def _watched(engine: Engine) -> Iterator[_Watch]:
         began = time.time_ns()
         more = step()
         if kinds:
-            watch.steps.append((began, time.time_ns(), kinds[0]))
+            steps.append((began, time.time_ns(), kinds[0]))
         return more
 
     def noted_forward(chunks: Any, *args: Any, **options: Any) -> torch.Tensor:
         kinds.append(all(chunk.count == 1 for chunk in chunks))
         return forward(chunks, *args, **options)
 
-    def timed_store(*args: Any, **options: Any) -> None:
-        began = time.perf_counter()
-        store(*args, **options)
-        watch.store_seconds += time.perf_counter() - began
-
     engine.step, runner.forward = timed_step, noted_forward  # type: ignore[method-assign]
-    runner.backend.store = timed_store  # type: ignore[method-assign]
     try:
-        yield watch
+        yield steps
     finally:
-        del engine.step, runner.forward, runner.backend.store
+        del engine.step, runner.forward
 
 
 @contextmanager
-def _kernels(engine: Engine) -> Iterator[list[tuple[int, int, bool]]]:
-    """Kernels that ran: ``(begin, end, is a store)`` in ns since the epoch. Filled at the end."""
-    found: list[tuple[int, int, bool]] = []
-    if engine.loaded.device.type == "cpu":
+def _kernels(engine: Engine, watched: bool = True) -> Iterator[Kernels]:
+    """Kernels that ran. Filled at the end; stays empty on a CPU and where nobody watches."""
+    found: Kernels = []
+    if engine.loaded.device.type == "cpu" or not watched:
         yield found
         return
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -250,31 +319,28 @@ def _kernels(engine: Engine) -> Iterator[list[tuple[int, int, bool]]]:
         torch.cuda.synchronize()
     for event in profiler.profiler.kineto_results.events():
         if event.device_type() == torch.autograd.DeviceType.CUDA:
-            begin = event.start_ns()
-            found.append((begin, begin + event.duration_ns(), STORE_KERNEL in event.name()))
+            begin, name = event.start_ns(), event.name()
+            stores = any(kernel in name for kernel in STORE_KERNELS)
+            found.append((begin, begin + event.duration_ns(), stores))
     found.sort()
 
 
-def _share(
-    steps: Sequence[tuple[int, int]], kernels: Sequence[tuple[int, int, bool]]
-) -> dict[str, Any]:
-    """What of the steps' time is the store's."""
-    total = sum(end - begin for begin, end in steps)
+def _per_step(steps: Sequence[tuple[int, int]], kernels: Kernels) -> dict[str, float]:
+    """Means of the steps, in ns: how long the kernels that store or turn keys were exposed, and
+    ran; how long any kernel ran; how many stored or turned keys."""
     begins = np.array([begin for begin, _ in steps])
     ends = np.array([end for _, end in steps])
     inside = [k for k in kernels if _covers(begins, ends, k[0])]
     stores = [(begin, end) for begin, end, is_store in inside if is_store]
     others = [(begin, end) for begin, end, is_store in inside if not is_store]
-    return {
-        "value": exposed_ns(stores, others) / total,
-        "unit": "of step time",
-        "store_kernels": sum(end - begin for begin, end in stores) / total,
-        "kernels_seen": len(inside),
-        "stores_seen": len(stores),
-        "steps": len(steps),
-        "ms_per_step": round(total / len(steps) / 1e6, 2),
-        "gpu_busy": sum(end - begin for begin, end in others + stores) / total,
+    exposed = exposed_ns(stores, others)
+    sums = {
+        "exposed": exposed,
+        "all": sum(end - begin for begin, end in stores),
+        "busy": exposed + sum(end - begin for begin, end in _merged(others)),
+        "count": len(stores),
     }
+    return {name: value / len(steps) for name, value in sums.items()}
 
 
 def _covers(begins: np.ndarray, ends: np.ndarray, at: int) -> bool:
@@ -282,14 +348,20 @@ def _covers(begins: np.ndarray, ends: np.ndarray, at: int) -> bool:
     return index >= 0 and at < ends[index]
 
 
-def exposed_ns(stores: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
-    """Time in ``stores`` during which none of ``others`` (sorted by begin) runs."""
+def _merged(spans: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Spans, sorted by begin, without what they have in common."""
     merged: list[list[int]] = []
-    for begin, end in others:
+    for begin, end in spans:
         if merged and begin <= merged[-1][1]:
             merged[-1][1] = max(merged[-1][1], end)
         else:
             merged.append([begin, end])
+    return merged
+
+
+def exposed_ns(stores: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
+    """Time in ``stores`` during which none of ``others`` (sorted by begin) runs."""
+    merged = _merged(others)
     starts = np.array([begin for begin, _ in merged])
     exposed_time = 0
     for begin, end in stores:
