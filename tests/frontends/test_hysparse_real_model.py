@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from bench.hysparse.decoding import Episode, decode_logits, read_context
-from bench.hysparse.model import Model, bundled_file, load_model
+from bench.hysparse.model import Model
 from bench.hysparse.texts import prose_paragraphs
-from bicl.frontends.transformers import unregister
+from bicl.frontends.http.loader import LoadedModel
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.selection import SelectionRule, tiles_to_keep
 from bicl.sparse.sgm import PAGE_GATES, SpatialGate
@@ -23,13 +21,8 @@ QUESTION = "\n\n" + NEEDLE
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
-    try:
-        bundled_file()
-    except SystemExit as error:
-        pytest.skip(str(error))
-    yield load_model(None, "cpu")
-    unregister()
+def model(smollm2: LoadedModel) -> Model:
+    return Model(smollm2.model, smollm2.tokenizer)
 
 
 def prompt(model: Model, tokens: int) -> torch.Tensor:

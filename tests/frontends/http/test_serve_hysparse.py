@@ -29,17 +29,26 @@ def test_weights_of_four_bits_are_refused_before_they_are_loaded() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["select", "compact"])
-def test_forced_it_serves_and_tells_what_it_did(tmp_path: Path, mode: str) -> None:
-    flags = [
-        "--model-id=bundled",
-        "--enable-hysparse",
-        "--hysparse-force",
+def test_forced_it_serves_weights_of_four_bits(tmp_path: Path) -> None:
+    flags = ["--model-id=bundled", "--enable-hysparse", "--hysparse-force"]
+    log = serve_and_ask(tmp_path, *flags, mode="select")
+    assert "--hysparse-force: GGUF Q4_1 weights" in log
+
+
+@pytest.mark.slow
+def test_it_serves_compact_pages(tmp_path: Path, smollm2_folder: Path) -> None:
+    serve_and_ask(tmp_path, f"--model-id={smollm2_folder}", "--enable-hysparse", mode="compact")
+
+
+def serve_and_ask(tmp_path: Path, *flags: str, mode: str) -> str:
+    """Answers and metrics tell what was left out. Returns the server's log."""
+    flags = (
+        *flags,
         f"--hysparse-mode={mode}",
         "--hysparse-floor-tokens=192",
         "--max-total-tokens=1024",
         "--max-batch-size=2",
-    ]
+    )
     with bicl_serve(tmp_path / "log", *flags) as server, httpx.Client(base_url=server.url) as http:
         info = http.get("/info").json()["bicl"]["cache"]["hysparse"]
         assert (info["mode"], info["layers"]) == (mode, list(range(9, 27)))
@@ -61,5 +70,5 @@ def test_forced_it_serves_and_tells_what_it_did(tmp_path: Path, mode: str) -> No
         assert "bicl_hysparse_enabled 1.0" in metrics
         assert "bicl_reuse_enabled 1.0" in metrics
     log = (tmp_path / "log").read_text()
-    assert "--hysparse-force: GGUF Q4_1 weights" in log
     assert "in 18 of 30 layers" in log
+    return log
