@@ -62,8 +62,8 @@ def prefill_table(rows: Rows, heads: str) -> str:
     """Prefill of one head count in us, with the speed against FlashAttention 3."""
     lines = [
         "| new + cached tokens | **BICL** | TFLOP/s | FA3, 128-token pages | BICL is "
-        "| FA3, 64-token pages | BICL is | TGI's default | BICL is |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| FA3, 64-token pages | BICL is | TGI's default | BICL is | fp8 pages |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in PREFILL_SHAPES:
         ours = find(rows, "prefill", heads, shape, "bicl")
@@ -85,7 +85,10 @@ def prefill_table(rows: Rows, heads: str) -> str:
             None,
         )
         cells = " | ".join(f"{_cell(us, 0)} | {_over(us, ours)}x" for us in theirs)
-        lines.append(f"| {shape} | **{_cell(ours, 0)}** | {_cell(rate, 0)} | {cells} |")
+        half = find(rows, "prefill", heads, shape, "bicl-fp8")
+        lines.append(
+            f"| {shape} | **{_cell(ours, 0)}** | {_cell(rate, 0)} | {cells} | {_cell(half, 0)} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,0 +1,93 @@
+"""What README and docs say of a result is what its file says."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import reuse
+from bench.kernels.report import find, load_report
+from bench.kernels.shapes import DECODE_SHAPES, PREFILL_SHAPES
+from bench.summary import decode_table, prefill_table
+from bench.targets import best_peer, fastest, verdicts
+from bench.tgi import summary as tgi
+
+ROOT = Path(__file__).resolve().parents[3]
+README = (ROOT / "README.md").read_text()
+KERNELS_PAGE = (ROOT / "docs" / "kernels.md").read_text()
+ROWS = load_report(ROOT / "bench" / "results" / "kernels-h200.json")["rows"]
+NAMES = {"32768 + 31 x 2048": "skew", "64 x (64 .. 4096)": "mix64"}
+CHUNKS = {
+    "512 on 8192": "512+8192b1",
+    "512 on 8192, batch 8": "512+8192b8",
+    "64 on 8192": "64+8192",
+    "32 on 2048, batch 16": "32+2048b16",
+}
+
+
+def rows_of(table: str) -> list[str]:
+    return table.splitlines()[2:]
+
+
+def cells_below(page: str, header: str) -> list[list[str]]:
+    """The rows of the table that begins so, without marks of emphasis."""
+    lines = page[page.index(header) :].split("\n\n")[0].replace("*", "").splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("table", [decode_table, prefill_table])
+def test_the_readmes_kernel_tables_are_those_of_the_summary(table) -> None:
+    missing = [row for row in rows_of(table(ROWS, "32/8")) if row not in README]
+    assert missing == [], "paste what `python -m bench.summary` prints"
+
+
+def test_the_readmes_steps_in_tgi_are_those_of_the_summary() -> None:
+    steps = tgi.load(ROOT / tgi.DEFAULT)
+    missing = [row for row in rows_of(tgi.step_table(steps)) if row not in README]
+    assert missing == [], "paste what `python -m bench.tgi.summary` prints"
+
+
+def test_the_readme_counts_targets_as_the_summaries_do() -> None:
+    promised = [verdict for verdict in verdicts(ROWS) if verdict.limit is not None]
+    met = sum(verdict.passed for verdict in promised)
+    assert f"all {len(promised)} targets ({met} met)" in README
+    files = (reuse.GPU, reuse.RATES, reuse.LOOKUP, *reuse.REPLAYS)
+    results = {
+        name: json.loads((ROOT / reuse.RESULTS / name).read_text())["rows"] for name in files
+    }
+    found = reuse.verdicts(results)
+    assert f"({sum(verdict.passed for verdict in found)} of {len(found)} met" in README
+
+
+def test_the_kernels_page_has_the_files_decode_times() -> None:
+    for name, *told in cells_below(KERNELS_PAGE, "| batch x context | floor | decode |"):
+        shape = NAMES.get(name, name.replace(" ", ""))
+        assert shape in DECODE_SHAPES
+        impls = ("floor", "bicl", "bicl-deterministic", "bicl-fp8")
+        floor, ours, fixed, half = (find(ROWS, "decode", "32/8", shape, impl) for impl in impls)
+        peer = best_peer(ROWS, "decode", "32/8", shape)
+        assert peer is not None
+        expected = [floor, ours, ours / floor, fixed, half, peer[1], ours / peer[1]]
+        digits = (1, 1, 2, 1, 1, 1, 2)
+        assert told == [f"{x:.{n}f}" for x, n in zip(expected, digits, strict=True)], name
+
+
+def test_the_kernels_page_has_the_files_prefill_times() -> None:
+    for name, *told in cells_below(KERNELS_PAGE, "| new + cached tokens | BICL | FA3, 128"):
+        shape = CHUNKS.get(name, name.replace(" ", ""))
+        assert shape in PREFILL_SHAPES
+        ours = find(ROWS, "prefill", "32/8", shape, "bicl")
+        wide, narrow, stock, half = (
+            fastest(ROWS, "prefill", "32/8", shape, impls)
+            for impls in (
+                ("fa3-p128", "fa3-p128-sched"),
+                ("fa3-p64", "fa3-p64-sched"),
+                ("flashinfer-p1",),
+                ("bicl-fp8",),
+            )
+        )
+        numbers = [float(re.match(r"[\d.]+", cell)[0]) for cell in told]
+        expected = [ours, wide, wide / ours, narrow / ours, stock / ours, half]
+        for number, value in zip(numbers, expected, strict=True):
+            assert number == pytest.approx(value, rel=0.006), f"{name}: {told}"
