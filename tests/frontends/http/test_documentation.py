@@ -1,4 +1,4 @@
-"""``docs/http.md`` lists what the code has: unsupported fields, metrics, routes."""
+"""``docs/http.md`` lists what the code has: unsupported fields, metrics, routes, flags."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,9 @@ from pathlib import Path
 from fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
+from bicl.config import settings
 from bicl.frontends.http.unsupported import UNSUPPORTED
+from bicl.settings import Setting
 
 TEXT = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
 
@@ -33,3 +35,17 @@ def test_every_route_is_listed(client: TestClient) -> None:
     paths = set(client.get("/api-doc/openapi.json").json()["paths"])
     assert paths <= listed
     assert listed - paths == {"/ping"}
+
+
+def row(setting: Setting) -> str:
+    names = ", ".join(f"`{name}`" for name in (setting.flag, *setting.aliases))
+    default = str(setting.default).lower() if setting.type is bool else setting.default
+    shown = "" if default in (None, "") else f" `{default}`"
+    return f"| {names} | `{setting.env}` |{shown} | {setting.help} |"
+
+
+def test_every_flag_is_listed_as_help_has_it() -> None:
+    """Those of HySparse are in ``docs/hysparse.md``."""
+    table = TEXT.split("## Flags")[1].split("\n## ")[0]
+    rows = [row(setting) for setting in settings() if setting.owner != "hysparse"]
+    assert [line for line in table.splitlines() if line.startswith("| `")] == rows
