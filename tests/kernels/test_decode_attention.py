@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases import FP8_DTYPES, PAGES_AND_TILES, Step, pairwise
+from support.cases import DECODE_LENGTHS, FP8_DTYPES, PAGES_AND_TILES, Step, pairwise
 from support.compare import assert_close_enough, assert_lse_close
 from support.device import decode_step, decode_truth
 
@@ -19,14 +19,6 @@ from bicl.ops.cuda.workspace import Workspace
 
 pytestmark = pytest.mark.gpu
 
-LENGTHS = {
-    "edges": [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257],
-    "alike": [1024] * 8,
-    "one": [4097],
-    "skewed": [20000, 1, 64, 700, 0, 333, 2049],
-    "many": [(37 * i) % 300 for i in range(200)],
-    "ramp": [64 * i for i in range(1, 41)],
-}
 STORED = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp16": (torch.float16, torch.float16),
@@ -50,7 +42,7 @@ CASES = list(
     pairwise(
         stored=list(STORED),
         head_dim=(64, 80, 96, 128, 192, 256),
-        lengths=list(LENGTHS),
+        lengths=list(DECODE_LENGTHS),
         group=(1, 4, 8, 12, 16, 20),
         page_and_tile=PAGES_AND_TILES,
         schedule=list(SCHEDULES),
@@ -133,7 +125,7 @@ def test_decode_errs_at_most_twice_as_much_as_torch(
     layout = layout_of(case["kv_heads"], case["head_dim"], stored, case["page_and_tile"])
     scales = {"k_scale": 0.7, "v_scale": 1.3} if stored.itemsize == 1 else {}
     step = decode_step(
-        backend, LENGTHS[case["lengths"]], layout, group=case["group"], dtype=dtype, **scales
+        backend, DECODE_LENGTHS[case["lengths"]], layout, group=case["group"], dtype=dtype, **scales
     )
     options = {k: case[k] for k in ("window_left", "softcap")} | {"scale": layout.head_dim**-0.5}
     truth = decode_truth(step, **options)
@@ -197,7 +189,9 @@ def test_a_step_gives_the_same_bits_however_often_it_runs(
 ) -> None:
     """A race would show as another result now and then."""
     dtype, pages = STORED[stored]
-    step = decode_step(backend, LENGTHS[lengths], layout_of(8, 128, pages), group=4, dtype=dtype)
+    step = decode_step(
+        backend, DECODE_LENGTHS[lengths], layout_of(8, 128, pages), group=4, dtype=dtype
+    )
     for schedule in ({}, {"force_cluster": 1}, {"force_cluster": 4}):
         first, first_lse = run(step, workspace, scale=0.09, **schedule)
         for _ in range(30):
@@ -334,74 +328,3 @@ def test_pools_above_two_billion_elements(backend: CudaBackend, workspace: Works
         scale=0.1,
     )
     assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("planned", [False, True])
-@pytest.mark.parametrize("pdl", [False, True])  # early launch follows a store of slot_mapping
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("batch", [1, 5, 64])
-def test_one_captured_graph_serves_all_lengths(
-    batch: int, deterministic: bool, pdl: bool, planned: bool
-) -> None:
-    """Captured with every length 1, replayed with others; the newest token is stored inside."""
-    layout = layout_of(8, 128, torch.bfloat16)
-    backend = CudaBackend(deterministic=deterministic, pdl=pdl)
-    lengths = [1 + (i * 677 + 4000) % 4100 for i in range(batch)]
-    step = decode_step(CudaBackend(), lengths, layout, group=4, dtype=torch.bfloat16)
-    truth = decode_truth(step, scale=0.1)
-    last = torch.cumsum(step.meta.cache_seqlens, 0) - 1
-    key, value, slots = step.key[last], step.value[last], step.meta.slot_mapping
-    backend.store(step.layer, torch.full_like(key, math.nan), value, slots)  # must be overwritten
-    real = step.meta.cache_seqlens.clone()
-    out = torch.empty_like(step.query)
-
-    def layer_step() -> None:
-        if planned:
-            backend.plan(step.meta)
-        for _ in range(2):  # the first layer makes the plan, the second finds it
-            backend.store(step.layer, key, value, slots)
-            backend.run(step.query, step.layer, step.meta, scale=0.1, out=out)
-
-    step.meta.cache_seqlens.fill_(1)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        layer_step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer_step()
-    backend.store(step.layer, torch.full_like(key, math.nan), value, slots)
-    step.meta.cache_seqlens.copy_(real)
-    for _ in range(3):
-        out.fill_(math.nan)
-        graph.replay()
-        assert_close_enough(out, truth.out, truth.same_precision)
-    step.meta.cache_seqlens[::2] = 0  # padding rows (A53)
-    graph.replay()
-    assert (out[::2] == 0).all()
-    if not deterministic:
-        return
-    eager = backend.run(step.query, step.layer, step.meta, scale=0.1)
-    assert torch.equal(out, eager)
-
-
-@pytest.mark.parametrize("lengths", list(LENGTHS))
-def test_layers_of_other_shapes_have_plans_of_their_own(lengths: str) -> None:
-    """One backend, one step: heads, dtypes and windows by turns; then a step of other lengths."""
-    planned, alone = CudaBackend(), CudaBackend()
-    for taken in (LENGTHS[lengths], [length // 2 for length in LENGTHS[lengths]]):
-        step = decode_step(
-            alone, taken, layout_of(8, 128, torch.bfloat16), group=4, dtype=torch.bfloat16
-        )
-        layers = [(step.layer, step.query), (step.layer, step.query[:, :8].contiguous())]
-        for layout in (layout_of(2, 128, torch.bfloat16), layout_of(8, 128, FP8_DTYPES[0])):
-            pages = torch.empty(layout.shape(step.layer.num_pages), device="cuda").normal_()
-            layers.append((LayerCache(pages.to(layout.dtype), layout), step.query))
-        planned.plan(step.meta)
-        for _ in range(2):
-            for layer, query in layers:
-                for window in (-1, 100):
-                    options = {"scale": 0.1, "window_left": window}
-                    out = planned.run(query, layer, step.meta, **options)
-                    assert torch.equal(out, alone.run(query, layer, step.meta, **options))

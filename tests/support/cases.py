@@ -27,6 +27,15 @@ PAGES_AND_TILES = ((64, 64), (64, 32), (32, 32))
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+DECODE_LENGTHS: Mapping[str, list[int]] = {
+    "edges": [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257],
+    "alike": [1024] * 8,
+    "one": [4097],
+    "skewed": [20000, 1, 64, 700, 0, 333, 2049],
+    "many": [(37 * i) % 300 for i in range(200)],
+    "ramp": [64 * i for i in range(1, 41)],
+}
+
 # (queries, keys) of one step each: prefill, extend, decode and empty sequences side by side.
 BATCHES: Mapping[str, tuple[tuple[int, int], ...]] = {
     "one token": ((1, 1),),
