@@ -1,5 +1,6 @@
 """What every result file tells of itself, and what none may tell of the machine."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -7,9 +8,15 @@ from pathlib import Path
 import pytest
 
 from bench.kernels.machine import SOURCES, command_line, commit, sources, sources_at
+from bench.kernels.shapes import DECODE_SHAPES, HEADS
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = sorted((ROOT / "bench" / "results").glob("*.json"))
+CONTESTANTS = (
+    *("floor", "bicl", "bicl-deterministic", "bicl-pdl", "bicl-fp8", "token-major"),
+    *("flashinfer-p1", "flashinfer-p1-tc", "flashinfer-p64-tc", "flashinfer-batch"),
+    *("fa3-p64", "fa3-p128", "sdpa-cudnn"),
+)
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|mnt|Users)/")
 
 
@@ -60,3 +67,15 @@ def test_a_command_names_no_folder_of_a_machine(monkeypatch: pytest.MonkeyPatch)
     typed = "x --out /tmp/out/a.json --gate=/mnt/b c/d.json --heads 32/8 --ratio 0.5"
     monkeypatch.setattr("sys.argv", typed.split())
     assert command_line().endswith(" --out a.json --gate=b c/d.json --heads 32/8 --ratio 0.5")
+
+
+def test_every_contestant_met_every_decode_shape_or_says_why() -> None:
+    document = json.loads((ROOT / "bench" / "results" / "kernels-h200.json").read_text())
+    measured = {tuple(row[k] for k in ("op", "heads", "shape", "impl")) for row in document["rows"]}
+    skipped = document["meta"]["skipped"]
+    wanted = itertools.product(map(str, HEADS), DECODE_SHAPES, CONTESTANTS)
+    assert [
+        names
+        for names in wanted
+        if ("decode", *names) not in measured and not skipped.get(" ".join(("decode", *names)))
+    ] == []
