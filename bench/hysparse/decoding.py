@@ -19,10 +19,21 @@ from bicl.frontends.transformers.geometry import cache_argument
 from bicl.frontends.transformers.rows import LayerRows, PagedCache
 from bicl.sparse.variants import DecodeRows
 
-__all__ = ["Context", "Episode", "KeepRows", "Observer", "decode_logits", "read_context"]
+__all__ = [
+    "Context",
+    "Episode",
+    "KeepRows",
+    "Observer",
+    "Scored",
+    "decode_logits",
+    "decode_scored",
+    "read_context",
+]
 
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 2048}
 """Rows whose scores are in memory together: 512 x 9 heads x 8,192 keys are 150 MB."""
+LOGITS_AT_ONCE = {"cpu": 256, "cuda": 4096}
+"""Rows whose logits are: 4,096 x 49,152 are 800 MB."""
 
 KeepRows = Callable[[int, DecodeRows, slice], torch.Tensor]
 """``(layer, rows, which of the choice's rows they are) -> bool [R, H, T]``."""
@@ -56,6 +67,17 @@ class Episode:
 
     prefix: int
     ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What rows made of the token that follows each of them: ``[configurations, episodes, R]``.
+
+    ``loss``: float32, its negative log-likelihood. ``right``: bool, whether it is the likeliest.
+    """
+
+    loss: torch.Tensor
+    right: torch.Tensor
 
 
 class _ReadCache(PagedCache):
@@ -111,7 +133,7 @@ class _DecodeCache(PagedCache):
         context: Context,
         prefixes: torch.Tensor,
         steps: int,
-        choices: Sequence[tuple[slice, KeepRows]],
+        choices: Sequence[tuple[slice, KeepRows | None]],
         sparse_layers: frozenset[int],
     ) -> None:
         super().__init__()
@@ -122,6 +144,7 @@ class _DecodeCache(PagedCache):
         self._steps = steps
         self._choices = choices
         self._sparse = sparse_layers
+        self._all_seen = bool((prefixes == len(context.ids)).all())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -141,53 +164,73 @@ class _DecodeCache(PagedCache):
         query = query[0].transpose(0, 1)
         own = [x[0].transpose(0, 1) for x in (rows.key, rows.value)]
         out = torch.empty_like(query)
-        lots = max(1, ROWS_AT_ONCE[key.device.type] // self._steps) * self._steps
-        for part, keep in self._choices:
-            for begin in range(part.start, part.stop, lots):
-                lot = slice(begin, min(begin + lots, part.stop))
+        whole = [(slice(0, len(query)), None)]
+        for part, keep in self._choices if layer in self._sparse else whole:
+            for lot in self._lots(part, key.device.type):
                 shared, length = self._shared[lot], self._length[lot]
-                if layer in self._sparse:
+                kept = None
+                if keep is not None:
                     own_rows = slice(lot.start - part.start, lot.stop - part.start)
                     kept = keep(layer, DecodeRows(query[lot], key, shared, length, scale), own_rows)
-                else:
-                    seen = torch.arange(len(key), device=key.device) < shared[:, None]
-                    kept = seen[:, None].expand(-1, key.shape[1], -1)
-                out[lot] = self._attend(query[lot], key, value, own, lot, kept, scale)
+                elif not self._all_seen:
+                    kept = (torch.arange(len(key), device=key.device) < shared[:, None])[:, None]
+                near = [x[lot] for x in own]
+                out[lot] = _attend(query[lot] * scale, key, value, near, kept, self._steps)
         return out[None]
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        own: Sequence[torch.Tensor],
-        lot: slice,
-        kept: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        """``query`` ``[R, Hq, D]`` over kept shared keys and its episode's rows up to itself."""
-        steps, group = self._steps, query.shape[1] // key.shape[1]
+    def _lots(self, part: slice, device: str) -> list[slice]:
+        """Whole episodes."""
+        size = max(1, ROWS_AT_ONCE[device] // self._steps) * self._steps
+        begins = range(part.start, part.stop, size)
+        return [slice(begin, min(begin + size, part.stop)) for begin in begins]
 
-        def by_episode(rows: torch.Tensor) -> torch.Tensor:
-            return rows.unflatten(0, (-1, steps)).transpose(1, 2)
 
-        allowed = by_episode(kept)
-        past = torch.ones(steps, steps, dtype=torch.bool, device=key.device).tril()
-        mask = torch.cat((allowed, past.expand(*allowed.shape[:2], -1, -1)), dim=3)
-        keys, values = (
-            torch.cat((far.transpose(0, 1).expand(len(mask), -1, -1, -1), by_episode(near)), dim=2)
-            for far, near in zip((key, value), (x[lot] for x in own), strict=True)
-        )
-        keys, values, mask = (x.repeat_interleave(group, dim=1) for x in (keys, values, mask))
-        out = F.scaled_dot_product_attention(by_episode(query), keys, values, mask, scale=scale)
-        return out.transpose(1, 2).flatten(0, 1)
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    near: Sequence[torch.Tensor],
+    kept: torch.Tensor | None,
+    steps: int,
+) -> torch.Tensor:
+    """Rows over keys that they share, and over those of their own episode up to themselves.
+
+    The shared keys are one matrix product for all rows: nothing is copied for an episode.
+
+    Args:
+        query: ``[R, Hq, D]``, scaled.
+        key, value: ``[T, H, D]``, shared.
+        near: keys and values of the rows, ``[R, H, D]`` each.
+        kept: bool ``[R, H or 1, T]``, which of the shared keys are read; ``None``: all.
+        steps: rows of an episode.
+    """
+    (rows, _, dims), (total, heads) = query.shape, key.shape[:2]
+    group = query.shape[1] // heads
+    grouped = query.view(rows, heads, group, dims).transpose(0, 1)  # [H, R, g, D]
+    scores = query.new_empty(heads, rows, group, total + steps)
+    flat = scores.flatten(1, 2)
+    flat[..., :total] = grouped.flatten(1, 2) @ key.permute(1, 2, 0)
+    if kept is not None:
+        scores[..., :total].masked_fill_(~kept.transpose(0, 1)[:, :, None], -torch.inf)
+    near_key, near_value = (x.unflatten(0, (-1, steps)).permute(2, 0, 1, 3) for x in near)
+    episodes = near_key.shape[1]
+    by_episode = grouped.reshape(heads, episodes, steps * group, dims)
+    own = (by_episode @ near_key.transpose(-1, -2)).view(heads, episodes, steps, group, steps)
+    future = torch.ones(steps, steps, dtype=torch.bool, device=key.device).triu(1)
+    own.masked_fill_(future[:, None], -torch.inf)
+    scores[..., total:] = own.flatten(1, 2)
+    flat = flat.softmax(dim=-1)
+    out = flat[..., :total] @ value.transpose(0, 1)
+    own = flat[..., total:].reshape(heads, episodes, steps * group, steps) @ near_value
+    out += own.flatten(1, 2)
+    return out.view(heads, rows, group, dims).transpose(0, 1).flatten(1, 2)
 
 
 def decode_logits(
     model: Any,
     context: Context,
     episodes: Sequence[Episode],
-    choices: Mapping[str, tuple[int, KeepRows]],
+    choices: Mapping[str, tuple[int, KeepRows | None]],
     sparse_layers: Sequence[int],
     page_size: int,
 ) -> dict[str, torch.Tensor]:
@@ -195,12 +238,58 @@ def decode_logits(
 
     Args:
         episodes: all of one length.
-        choices: name to (number of configurations it decides together, how).
+        choices: name to (number of configurations it decides together, how; ``None``: all keys).
         page_size: own rows must lie in recent windows, which are never left out.
 
     Returns:
         Name to float32 ``[configurations, episodes, R, vocabulary]``.
     """
+    hidden = _decode(model, context, episodes, choices, sparse_layers, page_size)
+    head = model.get_output_embeddings()
+    with torch.inference_mode():
+        return {name: head(own).float() for name, own in hidden.items()}
+
+
+def decode_scored(
+    model: Any,
+    context: Context,
+    episodes: Sequence[Episode],
+    targets: torch.Tensor,
+    choices: Mapping[str, tuple[int, KeepRows | None]],
+    sparse_layers: Sequence[int],
+    page_size: int,
+) -> dict[str, Scored]:
+    """:func:`decode_logits`, scored by ``targets`` (int64 ``[episodes, R]``) at once: the logits of
+    many configurations would not fit into memory."""
+    hidden = _decode(model, context, episodes, choices, sparse_layers, page_size)
+    head = model.get_output_embeddings()
+    rows = torch.cat([own.flatten(0, 2) for own in hidden.values()])
+    wanted = targets.flatten().repeat(len(rows) // targets.numel())
+    loss = torch.empty(len(rows), device=rows.device)
+    right = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
+    with torch.inference_mode():
+        size = LOGITS_AT_ONCE[rows.device.type]
+        for begin in range(0, len(rows), size):
+            lot = slice(begin, begin + size)
+            logits = head(rows[lot]).float()
+            own = logits.gather(1, wanted[lot, None])[:, 0]
+            loss[lot] = logits.logsumexp(dim=1) - own
+            right[lot] = own == logits.amax(dim=1)
+    counts = [own.shape[:3] for own in hidden.values()]
+    sizes = [count.numel() for count in counts]
+    parts = zip(hidden, counts, loss.split(sizes), right.split(sizes), strict=True)
+    return {name: Scored(a.view(count), b.view(count)) for name, count, a, b in parts}
+
+
+def _decode(
+    model: Any,
+    context: Context,
+    episodes: Sequence[Episode],
+    choices: Mapping[str, tuple[int, KeepRows | None]],
+    sparse_layers: Sequence[int],
+    page_size: int,
+) -> dict[str, torch.Tensor]:
+    """Name to the last layer's ``[configurations, episodes, R, hidden]``."""
     steps = len(episodes[0].ids)
     for episode in episodes:
         aligned = episode.prefix % page_size == 0
@@ -218,11 +307,11 @@ def decode_logits(
     cache = _DecodeCache(context, prefixes, steps, parts, frozenset(sparse_layers))
     step = torch.arange(steps, device=device).repeat(len(prefixes))
     with torch.inference_mode():
-        logits = model(
+        hidden = model.get_decoder()(
             input_ids=torch.cat([e.ids for e in episodes]).repeat(count)[None],
             position_ids=(prefixes.repeat_interleave(steps) + step)[None],
             use_cache=True,
             **{cache_argument(model): cache},
-        ).logits[0]
-    shape = (-1, len(episodes), steps, logits.shape[-1])
-    return {name: logits[span].view(shape).float() for name, span in spans.items()}
+        ).last_hidden_state[0]
+    shape = (-1, len(episodes), steps, hidden.shape[-1])
+    return {name: hidden[span].view(shape) for name, span in spans.items()}

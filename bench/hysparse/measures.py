@@ -1,154 +1,159 @@
-"""What is measured of an arena's configurations: perplexity after a prefix, and answers."""
+"""What is measured of an arena's configurations: perplexity after a prefix, and answers.
+
+An *item* is one context, under every configuration of the arena: a piece of text with all its
+prefixes, or one sample of a task. It is done as a whole or not at all.
+"""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from bench.hysparse.arena import FLOOR, Arena
+from bench.hysparse.arena import FLOOR, Arena, Key
 from bench.hysparse.decoding import Episode
 from bench.hysparse.model import Model
-from bench.hysparse.report import DENSE_ENOUGH
-from bench.hysparse.tasks import Sample, make_samples
-from bench.hysparse.texts import read_kind
+from bench.hysparse.tasks import TASKS, Sample, make_samples
+from bench.hysparse.texts import KINDS, read_kind
+from bicl.sparse.policy import classify
 
-__all__ = ["STEPS", "Perplexity", "Task"]
+__all__ = ["STEPS", "Item", "Perplexity", "Task", "plan"]
 
 STEPS = 128
 """Tokens decoded after a prefix: two pages, which are recent windows to all of them."""
 
 
-class Perplexity:
-    """Negative log-likelihoods of ``STEPS`` tokens after each prefix of each piece of one kind."""
+class Item(Protocol):
+    @property
+    def title(self) -> str:
+        """Names it in all runs."""
 
-    def __init__(self, arena: Arena, kind: str, prefixes: Sequence[int]) -> None:
-        self._arena = arena
-        self._kind = kind
-        self._prefixes = prefixes
-        self._texts = self._pieces()
-        self._losses: dict[tuple[str, float], dict[int, list[float]]] = {}
+    def measure(self, arena: Arena) -> list[dict[str, Any]]:
+        """A record for each length; empty if there is no such text."""
+
+
+def plan(
+    rounds: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int], only: str | None
+) -> Iterator[Item]:
+    """Round by round a piece of each kind of text and a sample of each task at each length: a
+    shorter run is a smaller sample of the same."""
+    for number in rounds:
+        if only != "tasks":
+            yield from (Perplexity(kind, number, tuple(prefixes)) for kind in KINDS)
+        if only != "perplexity":
+            tasks = [
+                Task(name, length, aware, number)
+                for length in lengths
+                for name in TASKS
+                for aware in (False, True)
+            ]
+            random.Random(number).shuffle(tasks)  # wherever it ends, no length is ahead
+            yield from tasks
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The negative log-likelihood of ``STEPS`` tokens after each prefix of a piece of text."""
+
+    kind: str
+    number: int
+    prefixes: tuple[int, ...]
 
     @property
     def title(self) -> str:
-        return f"perplexity {self._kind}"
+        return f"perplexity {self.kind} {self.number} {' '.join(map(str, self.prefixes))}"
 
-    def _pieces(self) -> list[torch.Tensor]:
-        length = self._prefixes[-1] + STEPS + 1
-        ids = self._arena.model.encode(read_kind(self._kind))
-        return list(ids.split(length))[: len(ids) // length]
-
-    def measure(self, number: int) -> None:
-        """The piece ``number`` of the text, if it is that long."""
-        if number >= len(self._texts):
-            return
-        ids, arena = self._texts[number], self._arena
-        context, masks = arena.read(ids[: self._prefixes[-1]], self._prefixes)
-        for prefix in self._prefixes:
+    def measure(self, arena: Arena) -> list[dict[str, Any]]:
+        length = max(self.prefixes) + STEPS + 1
+        ids = arena.model.encode(read_kind(self.kind))
+        ids = ids[self.number * length : (self.number + 1) * length]
+        if len(ids) < length:
+            return []
+        context, masks = arena.read(ids[: max(self.prefixes)], self.prefixes)
+        records = []
+        for prefix in self.prefixes:
             episode = Episode(prefix, ids[prefix : prefix + STEPS])
-            target = ids[prefix + 1 : prefix + STEPS + 1]
-            for name, logits in arena.decode(context.first(prefix), masks, [episode]).items():
-                loss = torch.nn.functional.cross_entropy(logits[0], target).item()
-                self._losses.setdefault(name, {}).setdefault(prefix, []).append(loss)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One a configuration and prefix."""
-        rows = []
-        for (name, ratio), by_prefix in self._losses.items():
-            for prefix, values in by_prefix.items():
-                kept = self._arena.kept(prefix + 1, name)[ratio]
-                dense = self._losses["dense", 0.0][prefix]
-                differences = [a - b for a, b in zip(values, dense, strict=True)]
-                rows.append(
-                    {
-                        "measure": "perplexity",
-                        "kind": self._kind,
-                        "tokens": prefix,
-                        "name": name,
-                        "ratio": ratio,
-                        "kept": kept / (prefix + 1),
-                        "exercised": kept <= prefix,
-                        "below_floor": prefix <= FLOOR,
-                        "texts": len(values),
-                        "perplexity": math.exp(_mean(values)),
-                        "differences": [round(d, 6) for d in differences],
-                    }
-                )
-        return rows
+            targets = ids[None, prefix + 1 : prefix + STEPS + 1]
+            text_kind = classify(arena.model.tokenizer.decode(ids[:prefix]))
+            keys, losses, _ = arena.decode(
+                context.first(prefix), masks, [episode], targets, text_kind
+            )
+            own = [round(loss, 6) for loss in losses.mean(dim=(1, 2)).tolist()]
+            record = {"measure": "perplexity", "kind": self.kind, "piece": self.number}
+            records.append(record | _record(arena, prefix, prefix, text_kind, keys, own))
+        return records
 
 
+@dataclass(frozen=True)
 class Task:
-    """Questions of one task at one length.
+    """The questions of one sample of a task at one length.
 
-    Args:
+    Attributes:
         aware: the question is part of the prompt; else it comes after it, token by token, and is
             decoded like the answer.
     """
 
-    def __init__(self, arena: Arena, name: str, tokens: int, aware: bool) -> None:
-        self._arena = arena
-        self._name = name
-        self._tokens = tokens
-        self._aware = aware
-        self._right: dict[tuple[str, float], int] = defaultdict(int)
-        self._asked = 0
-        self._prefixes: list[int] = []
+    name: str
+    tokens: int
+    aware: bool
+    number: int
 
     @property
     def title(self) -> str:
-        return f"{self._name} {self._tokens}{' aware' if self._aware else ''}"
+        return f"task {self.name} {self.tokens} {'aware' if self.aware else 'after'} {self.number}"
 
-    def measure(self, number: int) -> None:
-        """The sample ``number``."""
-        model = self._arena.model
-        (sample,) = make_samples(
-            self._name, self._tokens - 64, 1, seed=number, size=lambda text: len(model.encode(text))
+    def measure(self, arena: Arena) -> list[dict[str, Any]]:
+        model = arena.model
+        (sample,) = make_samples(self.name, self.tokens - 64, 1, seed=self.number, size=model.count)
+        ids, episodes, spans = _episodes(model, sample, self.aware)
+        prefix = episodes[0].prefix
+        context, masks = arena.read(ids[:prefix], [prefix])
+        targets = torch.stack([torch.nn.functional.pad(e.ids[1:], (0, 1)) for e in episodes])
+        text_kind = classify(model.tokenizer.decode(ids))
+        keys, _, right = arena.decode(context, masks, episodes, targets, text_kind)
+        answered = torch.stack(
+            [right[:, i, begin - 1 : end - 1].all(dim=1) for i, (begin, end) in enumerate(spans)]
         )
-        for ids, episodes, spans in _episodes(model, sample, self._aware):
-            prefix = episodes[0].prefix
-            context, masks = self._arena.read(ids[:prefix], [prefix])
-            self._asked += len(episodes)
-            self._prefixes.append(prefix)
-            for key, logits in self._arena.decode(context, masks, episodes).items():
-                best = logits.argmax(-1)
-                for row, episode, (begin, end) in zip(best, episodes, spans, strict=True):
-                    same = torch.equal(row[begin - 1 : end - 1], episode.ids[begin:end])
-                    self._right[key] += same
+        own = answered.sum(dim=0).tolist()
+        record = {
+            "measure": "task",
+            "task": self.name,
+            "aware": self.aware,
+            "sample": self.number,
+            "questions": len(episodes),
+        }
+        return [record | _record(arena, self.tokens, prefix, text_kind, keys, own)]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One a configuration."""
-        if not self._asked:
-            return []
-        dense = self._right["dense", 0.0]
-        return [
-            {
-                "measure": "task",
-                "task": self._name,
-                "tokens": self._tokens,
-                "aware": self._aware,
-                "name": name,
-                "ratio": ratio,
-                "kept": _mean(shares := self._kept(name, ratio)),
-                "exercised": min(shares) < 1.0,
-                "below_floor": self._tokens <= FLOOR,
-                "questions": self._asked,
-                "right": number,
-                "dense_right": dense,
-                "told_apart": dense >= DENSE_ENOUGH * self._asked,
-            }
-            for (name, ratio), number in self._right.items()
-        ]
 
-    def _kept(self, name: str, ratio: float) -> list[float]:
-        return [self._arena.kept(n + 1, name)[ratio] / (n + 1) for n in self._prefixes]
+def _record(
+    arena: Arena,
+    tokens: int,
+    prefix: int,
+    text_kind: str,
+    keys: Sequence[Key],
+    values: Sequence[float],
+) -> dict[str, Any]:
+    """``results``: name, ratio, share of the keys that a sparse layer reads, and a mean loss or a
+    number of right answers."""
+    length = prefix + 1
+    results = []
+    for (name, ratio), value in zip(keys, values, strict=True):
+        kept = arena.kept((name, ratio), length, text_kind) / length
+        results.append([name, ratio, round(kept, 4), value])
+    return {
+        "tokens": tokens,
+        "text_kind": text_kind,
+        "below_floor": prefix <= FLOOR,
+        "results": results,
+    }
 
 
 def _episodes(
     model: Model, sample: Sample, aware: bool
-) -> list[tuple[torch.Tensor, list[Episode], list[tuple[int, int]]]]:
+) -> tuple[torch.Tensor, list[Episode], list[tuple[int, int]]]:
     """Context ids, episodes of one length, and where each of them holds its answer."""
     context = model.encode(sample.context)
     pairs = [
@@ -159,7 +164,7 @@ def _episodes(
         question, answer = pairs[0]
         prompt = torch.cat((context, question))
         episode = Episode(len(prompt) - 1, torch.cat((prompt[-1:], answer)))
-        return [(prompt, [episode], [(1, 1 + len(answer))])]
+        return prompt, [episode], [(1, 1 + len(answer))]
     longest = max(len(q) + len(a) for q, a in pairs)
     episodes, spans = [], []
     for question, answer in pairs:
@@ -167,8 +172,4 @@ def _episodes(
         padded = torch.nn.functional.pad(ids, (0, longest - len(ids)))
         episodes.append(Episode(len(context), padded))
         spans.append((len(question), len(ids)))
-    return [(context, episodes, spans)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return context, episodes, spans

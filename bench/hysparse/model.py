@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,8 +33,18 @@ class Model:
         return self.model.config.head_dim
 
     def encode(self, text: str) -> torch.Tensor:
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        return torch.tensor(ids, device=self.device)
+        return torch.tensor(_ids(self.tokenizer, text), device=self.device)
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(_ids(self.tokenizer, text))
+
+
+@functools.lru_cache(8192)
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """Many haystacks are made of the same paragraphs, many pieces of the same text."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return ids
 
 
 def bundled_file() -> Path:

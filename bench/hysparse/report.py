@@ -1,7 +1,8 @@
 """Sums over a quality run, and over several of them.
 
-``python -m bench.hysparse.report FILE... [--output FILE]`` prints the table of one or more result
-files of ``bench.hysparse.quality``; with ``--output`` it writes them as one, with new sums.
+``python -m bench.hysparse.report ITEMS.jsonl... [--output FILE.json]`` prints the table of what
+runs of ``bench.hysparse.quality`` have written so far, finished or not; with ``--output`` it writes
+them as one result file. Runs of different code, texts or configurations are not summed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,116 +22,216 @@ from bicl.sparse.config import HySparseConfig
 
 __all__ = [
     "DENSE_ENOUGH",
+    "RATIO",
+    "Cell",
+    "cells",
     "main",
-    "merge",
     "print_table",
     "print_verdicts",
+    "read_items",
+    "read_metas",
     "summarise",
     "verdicts",
+    "write_report",
 ]
 
-MOST_PERPLEXITY, LEAST_ANSWERS = 0.005, 0.995
+RATIO, MOST_PERPLEXITY, LEAST_ANSWERS = 0.65, 0.005, 0.995
+"""The targets, and what they are for."""
 
 DENSE_ENOUGH = 0.5
 """Tasks that the dense model solves less often than this say nothing about a cache."""
 
-
-def merge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of several runs, or processes: one for each configuration of each measurement."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        groups[tuple(row.get(key) for key in _KEYS)].append(row)
-    return [_merged(own) for own in groups.values()]
+_SAME = ("sources", "texts", "model", "configurations")
+"""Of a run's facts: what sums must have in common."""
 
 
-_KEYS = ("measure", "kind", "task", "aware", "tokens", "name", "ratio")
+def read_items(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Each item once, however many runs have measured it."""
+    items: dict[str, dict[str, Any]] = {}
+    for line in _lines(files):
+        if "item" in line:
+            items.setdefault(line["item"], line)
+    return list(items.values())
 
 
-def _merged(own: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    row = dict(own[0])
-    if row["measure"] == "perplexity":
-        texts = sum(each["texts"] for each in own)
-        logs = sum(each["texts"] * math.log(each["perplexity"]) for each in own)
-        differences = [d for each in own for d in each["differences"]]
-        return row | {
-            "texts": texts,
-            "perplexity": math.exp(logs / texts),
-            "differences": differences,
+def read_metas(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """What is known of each run.
+
+    Raises:
+        ValueError: they are not of one kind.
+    """
+    metas = [line["meta"] for line in _lines(files) if "meta" in line]
+    for fact in _SAME:
+        known = [meta[fact] for meta in metas if fact in meta]
+        if any(each != known[0] for each in known):
+            raise ValueError(f"runs with different {fact} cannot be summed: give them apart")
+    return metas
+
+
+def _lines(files: Iterable[Path]) -> Iterable[dict[str, Any]]:
+    for path in files:
+        if not path.exists():
+            continue
+        for line in path.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the last line of a run that was cut off
+
+
+@dataclass
+class Cell:
+    """One configuration in one measurement: one text kind or task at one length.
+
+    Attributes:
+        labels: ``measure``, ``kind`` or ``task`` and ``aware``, ``tokens``, ``name``, ``ratio``.
+        kept: shares of the keys read, one a context.
+        losses: its own and dense's, one a piece.
+        right: answers, its own and dense's, one a sample.
+        questions: in all.
+    """
+
+    labels: dict[str, Any]
+    below_floor: bool
+    kept: list[float] = field(default_factory=list)
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    right: list[tuple[int, int]] = field(default_factory=list)
+    questions: int = 0
+
+    @property
+    def exercised(self) -> bool:
+        """Whether anything was left out; the dense row is what the others are compared with."""
+        return self.labels["name"] == "dense" or min(self.kept) < 1.0
+
+    @property
+    def told_apart(self) -> bool:
+        return sum(dense for _, dense in self.right) >= DENSE_ENOUGH * self.questions
+
+    def row(self) -> dict[str, Any]:
+        row = self.labels | {
+            "kept": round(statistics.fmean(self.kept), 4),
+            "exercised": self.exercised,
+            "below_floor": self.below_floor,
         }
-    asked = sum(each["questions"] for each in own)
-    dense = sum(each["dense_right"] for each in own)
-    return row | {
-        "kept": sum(each["kept"] * each["questions"] for each in own) / asked,
-        "questions": asked,
-        "right": sum(each["right"] for each in own),
-        "dense_right": dense,
-        "told_apart": dense >= DENSE_ENOUGH * asked,
-    }
+        if self.losses:
+            own = statistics.fmean(loss for loss, _ in self.losses)
+            differences = [own - dense for own, dense in self.losses]
+            return row | {"perplexity": math.exp(own)} | _change(differences)
+        return (
+            row
+            | {"told_apart": self.told_apart, "questions": self.questions}
+            | _answers(self.right)
+        )
 
 
-def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def cells(items: Sequence[dict[str, Any]]) -> list[Cell]:
+    """Every configuration in every measurement."""
+    found: dict[tuple[Any, ...], Cell] = {}
+    for record in (record for item in items for record in item["records"]):
+        same = {key: record[key] for key in _MEASURED if key in record}
+        dense = next(own[3] for own in record["results"] if own[0] == "dense")
+        for name, ratio, kept, value in record["results"]:
+            labels = same | {"name": name, "ratio": ratio}
+            cell = found.setdefault(tuple(labels.values()), Cell(labels, record["below_floor"]))
+            cell.kept.append(kept)
+            if record["measure"] == "perplexity":
+                cell.losses.append((value, dense))
+            else:
+                cell.right.append((value, dense))
+                cell.questions += record["questions"]
+    return list(found.values())
+
+
+_MEASURED = ("measure", "kind", "task", "aware", "tokens")
+
+
+def summarise(found: Sequence[Cell]) -> list[dict[str, Any]]:
     """A row for each configuration, and for each configuration and length (``tokens``).
 
     Counted is what left something out, of telling tasks only; the row over all lengths leaves out
-    those at which a server with the default floor is dense.
+    those at which a server with the default floor is dense. Where nothing was left out the row
+    says so and has no numbers.
     """
-    groups: dict[tuple[str, float, int | None], dict[str, list[Any]]]
-    groups = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        if not (row["exercised"] or row["name"] == "dense"):
-            continue
-        for tokens in (None, row["tokens"]):
-            if tokens is None and row["below_floor"]:
-                continue
-            own = groups[row["name"], row["ratio"], tokens]
-            own["kept"].append(row["kept"])
-            if row["measure"] == "perplexity":
-                own["differences"] += row["differences"]
-            elif row["told_apart"]:
-                own["right"].append(row["right"])
-                own["dense"].append(row["dense_right"])
-                own["questions"].append(row["questions"])
+    groups: dict[tuple[str, float, int | None], list[Cell]] = defaultdict(list)
+    for cell in found:
+        name, ratio, tokens = (cell.labels[key] for key in ("name", "ratio", "tokens"))
+        groups[name, ratio, tokens].append(cell)
+        if not cell.below_floor:
+            groups[name, ratio, None].append(cell)
     summary = []
     for (name, ratio, tokens), own in groups.items():
-        differences = own["differences"]
-        row = {"measure": "summary", "name": name, "ratio": ratio, "tokens": tokens}
-        row["kept"] = _mean(own["kept"])
-        if differences:
-            spread = statistics.stdev(differences) if len(differences) > 1 else math.nan
-            row |= {
-                "pieces": len(differences),
-                "perplexity_change": math.expm1(_mean(differences)),
-                "perplexity_change_se": spread / math.sqrt(len(differences)),
-            }
-        if own["right"] and sum(own["dense"]):
-            row |= {
-                "task_accuracy_of_dense": sum(own["right"]) / sum(own["dense"]),
-                "right": sum(own["right"]),
-                "dense_right": sum(own["dense"]),
-                "questions": sum(own["questions"]),
-            }
+        counted = [cell for cell in own if cell.exercised]
+        kept = [share for cell in counted or own for share in cell.kept]
+        row = {
+            "measure": "summary",
+            "name": name,
+            "ratio": ratio,
+            "tokens": tokens,
+            "kept": round(statistics.fmean(kept), 4),
+            "exercised": bool(counted),
+        }
+        losses = [pair for cell in counted for pair in cell.losses]
+        right = [pair for cell in counted if cell.right and cell.told_apart for pair in cell.right]
+        if losses:
+            row |= _change([mine - dense for mine, dense in losses])
+        if sum(dense for _, dense in right):
+            row |= _answers(right)
+            row["questions"] = sum(c.questions for c in counted if c.right and c.told_apart)
         summary.append(row)
     return sorted(
         summary, key=lambda r: (r["tokens"] or 0, r["ratio"], r.get("perplexity_change", 0.0))
     )
 
 
+def _change(differences: Sequence[float]) -> dict[str, Any]:
+    """Of perplexity, by paired differences of losses."""
+    count = len(differences)
+    spread = statistics.stdev(differences) if count > 1 else math.nan
+    return {
+        "pieces": count,
+        "perplexity_change": math.expm1(statistics.fmean(differences)),
+        "perplexity_change_se": None if count < 2 else spread / math.sqrt(count),
+        "perplexity_change_most": math.expm1(max(differences)),
+    }
+
+
+def _answers(right: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Share of dense's, and its standard error over the samples, which share a context each."""
+    own, dense = (sum(side) for side in zip(*right, strict=True))
+    row: dict[str, Any] = {"right": own, "dense_right": dense, "samples": len(right)}
+    if dense:
+        share, count = own / dense, len(right)
+        rest = math.fsum((a - share * b) ** 2 for a, b in right)
+        error = math.sqrt(rest * count / (count - 1)) / dense if count > 1 else None
+        row |= {"task_accuracy_of_dense": share, "task_accuracy_se": error}
+    return row
+
+
 def print_table(summary: Sequence[dict[str, Any]], ratios: Sequence[float]) -> None:
     for tokens in sorted({row["tokens"] for row in summary}, key=lambda n: n or 0):
         for ratio in ratios:
             print(f"\n{tokens or 'all'} tokens, ratio {ratio}: perplexity change (standard error), "
-                  "answers, of dense")  # fmt: skip
+                  "answers, of dense (standard error)")  # fmt: skip
             for row in summary:
                 if (row["ratio"], row["tokens"]) == (ratio, tokens):
                     print(_line(row))
 
 
 def _line(row: dict[str, Any]) -> str:
-    change = 100 * row.get("perplexity_change", math.nan)
-    error = 100 * row.get("perplexity_change_se", math.nan)
-    share = 100 * row.get("task_accuracy_of_dense", math.nan)
+    name = f"  {row['name']:32s} "
+    if not row["exercised"]:
+        return name + "nothing left out"
+    change, error, share, spread = (
+        100 * (math.nan if row.get(key) is None else row[key])
+        for key in (
+            "perplexity_change",
+            "perplexity_change_se",
+            "task_accuracy_of_dense",
+            "task_accuracy_se",
+        )
+    )
     counts = f"{row.get('right', '-')}/{row.get('dense_right', '-')}"
-    return f"  {row['name']:32s} {change:+8.3f} % ({error:.3f})  {counts:>9s} {share:6.1f} %"
+    return f"{name}{change:+8.3f} % ({error:.3f})  {counts:>9s} {share:6.1f} % ({spread:.1f})"
 
 
 @dataclass(frozen=True)
@@ -145,7 +246,7 @@ class Verdict:
     """Of every press, in both. ``None``: not measured."""
 
 
-def verdicts(summary: Sequence[dict[str, Any]], ratio: float = 0.65) -> list[Verdict]:
+def verdicts(summary: Sequence[dict[str, Any]], ratio: float = RATIO) -> list[Verdict]:
     """Of what a server can run: perplexity within half a per cent, 99.5 % of dense's answers, and
     no press better at as many kept keys."""
     found = []
@@ -176,10 +277,31 @@ _MARKS = {True: "met", False: "missed", None: "not measured"}
 
 
 def print_verdicts(found: Sequence[Verdict]) -> None:
-    print("\ntargets at 0.65: perplexity, answers, ahead of every press")
+    print(f"\ntargets at {RATIO}: perplexity, answers, ahead of every press")
     for each in found:
         marks = (_MARKS[met] for met in (each.perplexity, each.answers, each.ahead))
         print(f"  {each.name:32s} {each.tokens or 'all':>6} tokens  " + "  ".join(marks))
+
+
+def write_report(files: Sequence[Path], output: Path | None) -> None:
+    """Print the sums; with ``output`` save them, and what each kind of text and each task gave at
+    the ratio of the targets."""
+    metas, items = read_metas(files), read_items(files)
+    found = cells(items)
+    summary = summarise(found)
+    print_table(summary, sorted({row["ratio"] for row in summary if row["ratio"]}))
+    print_verdicts(verdicts(summary))
+    if output is None:
+        return
+    facts: dict[str, Any] = {}
+    for meta in metas:
+        facts |= meta
+    told = ("date", "commit", "command")
+    runs = [{key: meta.get(key) for key in told} for meta in metas if "configurations" in meta]
+    seconds = round(sum(item["seconds"] for item in items), 1)
+    meta = facts | {"runs": runs, "items": len(items), "seconds_of_items": seconds}
+    details = [cell.row() for cell in found if cell.labels["ratio"] in (0.0, RATIO)]
+    save(output, meta, [*summary, *details])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -187,18 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
-    reports = [json.loads(path.read_text()) for path in options.files]
-    rows = merge([row for own in reports for row in own["rows"] if row["measure"] != "summary"])
-    summary = summarise(rows)
-    print_table(summary, sorted({row["ratio"] for row in summary if row["ratio"]}))
-    print_verdicts(verdicts(summary))
-    if options.output:
-        meta = reports[0]["meta"] | {"runs": [own["meta"] for own in reports]}
-        save(options.output, meta, [*summary, *rows])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    write_report(options.files, options.output)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pydoc_data.topics
 import sysconfig
@@ -18,19 +19,26 @@ CODE = (
     "inspect.py", "tarfile.py", "typing.py", "subprocess.py", "zipfile.py",
     "ipaddress.py", "difflib.py", "doctest.py", "pickle.py",
 )  # fmt: skip
-LEGAL = ("GFDL-1.3", "MPL-2.0", "LGPL-2.1", "Apache-2.0", "GFDL-1.2", "MPL-1.1", "GPL-2", "GPL-1")
+LEGAL = (
+    "GFDL-1.3", "MPL-2.0", "LGPL-2.1", "Apache-2.0", "GFDL-1.2", "MPL-1.1", "GPL-2", "GPL-1",
+    "LGPL-3", "Artistic", "CC0-1.0", "BSD", "LGPL-2",
+)  # fmt: skip
 NO_PROSE = (">>>", "+--", "::=", "---")
 TOPICS = (
     "specialnames", "compound", "formatstrings", "types", "debugger", "typesseq", "assignment",
     "exprlists", "execmodel", "import", "comparisons", "customization", "string-methods",
+    "strings", "operator-summary", "calls", "identifiers", "objects", "raise", "subscriptions",
+    "binary", "class", "dict", "augassign", "slicings",
 )  # fmt: skip
 
 
+@functools.cache
 def read_kind(kind: str) -> str:
     """The texts of one kind, one after the other in a fixed order."""
     return "\n\n".join(KINDS[kind]())
 
 
+@functools.cache
 def prose_paragraphs() -> list[str]:
     """Paragraphs of running text, for haystacks: at least 200 characters, no code, no tables."""
     paragraphs = []

@@ -26,7 +26,7 @@ from bicl.sparse.sgm import PAGE_GATES, BoundGate, CentroidGate, SpatialGate
 
 E4M3_MAX = 448.0
 
-__all__ = ["VARIANTS", "Choice", "DecodeRows", "kept_keys"]
+__all__ = ["VARIANTS", "Choice", "DecodeRows", "kept_keys", "largest"]
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,10 @@ def _sink_recent(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 def _random(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     width = -(-rows.key.shape[0] // choice.rule.page_size)
-    generator = torch.Generator().manual_seed(choice.seed)
-    scores = torch.rand(*rows.query.shape[:2], width, generator=generator)
-    return _by_tiles(rows, choice, scores.to(rows.key.device), "sum")
+    device = rows.key.device
+    generator = torch.Generator(device).manual_seed(choice.seed)
+    scores = torch.rand(*rows.query.shape[:2], width, generator=generator, device=device)
+    return _by_tiles(rows, choice, scores, "sum")
 
 
 # --- tokens -----------------------------------------------------------------------------------
@@ -303,7 +304,20 @@ def _by_tokens(
         share = share.masked_fill(~among & candidate[:, None], -torch.finfo(share.dtype).max)
     share = share.masked_fill(~seen[:, None], -torch.inf)
     skipped = (num_tiles - rule.tiles_to_keep(num_tiles, choice.sparsity)) * rule.page_size
-    kept = (rows.shared - skipped).clamp_min(0)
-    order = share.argsort(dim=-1, descending=True, stable=True)
-    rank = place < kept[:, None, None]
-    return torch.zeros_like(share, dtype=torch.bool).scatter_(2, order, rank.expand_as(share))
+    return largest(share, (rows.shared - skipped).clamp_min(0)[:, None, None])
+
+
+def largest(values: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """bool ``[R, H, T]``: the ``count`` ``[R, 1, 1]`` largest of each row of float32 ``values``;
+    of equal ones the earlier. The bits of the last of them are found one by one, which on a GPU
+    takes a fraction of a sort."""
+    bits = values.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    last = torch.full((*values.shape[:2], 1), -(1 << 31), dtype=torch.int32, device=values.device)
+    for bit in reversed(range(32)):
+        higher = last + (1 << bit) if bit < 31 else torch.zeros_like(last)
+        enough = (ordered >= higher).sum(dim=-1, keepdim=True) >= count
+        last = torch.where(enough, higher, last)
+    above, equal = ordered > last, ordered == last
+    room = count - above.sum(dim=-1, keepdim=True)
+    return above | (equal & (equal.cumsum(dim=-1) <= room))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.hysparse.report import merge, summarise, verdicts
+from bench.hysparse.arena import Setup
+from bench.hysparse.measures import plan
+from bench.hysparse.report import cells, read_items, summarise, verdicts, write_report
 from bench.hysparse.tasks import TASKS, make_samples
 from bench.hysparse.texts import KINDS, digest, read_kind
+from bicl.sparse.policy import RATIO_SHARES
 
 
 def words(text: str) -> int:
@@ -40,63 +45,108 @@ def test_texts_are_on_this_machine(kind: str) -> None:
     assert len(digest(text)) == 12
 
 
-def row(**changes: Any) -> dict[str, Any]:
-    values = {
+def record(**changes: Any) -> dict[str, Any]:
+    """One context of a task: what dense and one variant got right."""
+    values: dict[str, Any] = {
         "measure": "task",
-        "name": "bounds",
-        "ratio": 0.65,
+        "task": "needle",
+        "aware": False,
         "tokens": 4096,
-        "kept": 0.36,
-        "exercised": True,
         "below_floor": False,
-        "told_apart": True,
-        "right": 9,
-        "dense_right": 10,
         "questions": 12,
+        "results": [["dense", 0.0, 1.0, 10], ["bounds", 0.65, 0.36, 9]],
     }
     return values | changes
 
 
+def piece(*losses: float, **changes: Any) -> dict[str, Any]:
+    dense, own = losses
+    results = [["dense", 0.0, 1.0, dense], ["bounds", 0.65, 0.36, own]]
+    values = record(measure="perplexity", kind="prose", results=results) | changes
+    return {key: value for key, value in values.items() if key not in ("task", "aware")}
+
+
+def summary_of(*records: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    """The sums of ``bounds``, by length."""
+    rows = summarise(cells([{"item": "any", "records": list(records)}]))
+    return {row["tokens"]: row for row in rows if row["name"] == "bounds"}
+
+
 def test_sums_hold_only_what_left_something_out_above_the_floor_and_tells_apart() -> None:
     """(A58)"""
-    counted = [row(), row(right=10)]
+    right = [["dense", 0.0, 1.0, 10], ["bounds", 0.65, 0.36, 10]]
+    counted = [record(), record(aware=True, results=right)]
+    nothing = [["dense", 0.0, 1.0, 10], ["bounds", 0.65, 1.0, 0]]
+    wrong = [["dense", 0.0, 1.0, 4], ["bounds", 0.65, 0.36, 0]]
     ignored = [
-        row(right=0, exercised=False),
-        row(right=0, below_floor=True),
-        row(right=0, told_apart=False),
+        record(tokens=2048, results=nothing),
+        record(tokens=1024, below_floor=True),
+        record(task="words", results=wrong),
     ]
-    summary = next(row for row in summarise(counted + ignored) if row["tokens"] is None)
-    assert summary["task_accuracy_of_dense"] == 19 / 20
-    assert summary["questions"] == 24
+    sums = summary_of(*counted, *ignored)
+    assert sums[None]["task_accuracy_of_dense"] == 19 / 20
+    assert sums[None]["questions"] == 24
+    assert sums[1024]["right"] == 9
+    assert not sums[2048]["exercised"]
+    assert "right" not in sums[2048]
 
 
 def test_perplexity_is_summed_over_paired_differences() -> None:
-    both = [
-        row(measure="perplexity", differences=[0.01, 0.03], kept=0.36),
-        row(measure="perplexity", differences=[0.02], kept=0.36, tokens=2048),
-    ]
-    by_length = {row["tokens"]: row for row in summarise(both)}
-    assert by_length.keys() == {None, 2048, 4096}
-    assert by_length[2048]["pieces"] == 1
-    summary = by_length[None]
-    assert summary["perplexity_change"] == pytest.approx(0.0202, abs=1e-4)
-    assert summary["perplexity_change_se"] == pytest.approx(0.01 / 3**0.5)
+    both = [piece(2.0, 2.01), piece(3.0, 3.03), piece(1.0, 1.02, tokens=2048)]
+    sums = summary_of(*both)
+    assert sums.keys() == {None, 2048, 4096}
+    assert sums[2048]["pieces"] == 1
+    assert sums[2048]["perplexity_change_se"] is None
+    assert sums[None]["perplexity_change"] == pytest.approx(0.0202, abs=1e-4)
+    assert sums[None]["perplexity_change_se"] == pytest.approx(0.01 / 3**0.5)
+    assert sums[None]["perplexity_change_most"] == pytest.approx(0.0305, abs=1e-4)
 
 
-def test_runs_of_several_processes_are_one() -> None:
-    texts = [
-        row(measure="perplexity", texts=1, perplexity=2.0, differences=[0.01]),
-        row(measure="perplexity", texts=3, perplexity=4.0, differences=[0.0, 0.0, 0.0]),
-    ]
-    (merged,) = merge(texts)
-    assert merged["texts"] == 4
-    assert merged["perplexity"] == pytest.approx(2.0 ** (0.25 + 2 * 0.75))
-    assert len(merged["differences"]) == 4
-    both = [row(right=3, dense_right=4, questions=10), row(), row(task="other")]
-    merged, other = merge(both)
-    assert (merged["right"], merged["dense_right"], merged["questions"]) == (12, 14, 22)
-    assert merged["told_apart"]
-    assert other["questions"] == 12
+def test_the_error_of_answers_is_that_of_a_ratio_over_contexts() -> None:
+    def sample(own: int) -> dict[str, Any]:
+        return record(results=[["dense", 0.0, 1.0, 10], ["bounds", 0.65, 0.36, own]])
+
+    row = summary_of(sample(8), sample(10))[4096]
+    assert row["task_accuracy_of_dense"] == 0.9
+    assert row["task_accuracy_se"] == pytest.approx(0.1)  # of 0.8 and 1.0
+
+
+def test_several_runs_are_one_and_each_context_counts_once(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    meta = {"meta": {"sources": {"csrc": "1"}, "texts": {}}}
+    lines = [{"item": f"needle {n}", "seconds": 1.0, "records": [record()]} for n in range(3)]
+    first.write_text("\n".join(map(json.dumps, [meta, *lines[:2]])) + '\n{"item": "cut o')
+    second.write_text("\n".join(map(json.dumps, [meta, *lines[1:]])))
+    items = read_items([first, second, tmp_path / "absent.jsonl"])
+    assert [item["item"] for item in items] == ["needle 0", "needle 1", "needle 2"]
+    write_report([first, second], tmp_path / "out.json")
+    report = json.loads((tmp_path / "out.json").read_text())
+    row = next(row for row in report["rows"] if row["name"] == "bounds")
+    assert (row["measure"], row["right"], row["questions"]) == ("summary", 27, 36)
+    second.write_text(json.dumps({"meta": {"sources": {"csrc": "2"}}}))
+    with pytest.raises(ValueError, match="different sources"):
+        write_report([first, second], None)
+
+
+def test_a_shorter_run_is_a_smaller_sample_of_the_same() -> None:
+    titles = [item.title for item in plan(range(3), (1024, 2048), (1024, 2048), None)]
+    assert len(set(titles)) == len(titles)
+    for number in range(3):
+        own = titles[number * len(titles) // 3 : (number + 1) * len(titles) // 3]
+        assert sum(title.startswith("perplexity") for title in own) == len(KINDS)
+        for length in (1024, 2048):
+            assert sum(f" {length} a" in title for title in own) == 2 * len(TASKS)
+
+
+def test_a_name_says_how_a_variant_is_run() -> None:
+    assert Setup.of("centroids") == Setup("centroids")
+    assert Setup.of("centroids floor") == Setup("centroids", floor=True)
+    served = Setup.of("centroids served fitted")
+    assert served == Setup("centroids", floor=True, kinds=True, fitted=True)
+    assert served.ratio(0.5, "code") == 0.5 * RATIO_SHARES["code"] < served.ratio(0.5, "other")
+    assert Setup.of("centroids floor").ratio(0.5, "code") == 0.5
+    with pytest.raises(ValueError, match="none of"):
+        Setup.of("centroids severed")
 
 
 def test_a_target_is_met_by_what_a_server_can_run_or_said_to_be_missed() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import PAGE_GATES, SpatialGate
-from bicl.sparse.variants import VARIANTS, Choice, DecodeRows, kept_keys
+from bicl.sparse.variants import VARIANTS, Choice, DecodeRows, kept_keys, largest
 
 RULE = SelectionRule(page_size=64, max_k=512, first=1, recent=2, floor=0)
 TOKENS = 64 * 20 + 17
@@ -81,3 +81,15 @@ def test_the_literal_form_spreads_its_choice_over_all_windows() -> None:
         kept = kept_keys("literal", rows(), choice(0.65))
     windows = kept[0, :, : 64 * 18].unflatten(1, (18, 64)).sum(-1)
     assert windows.min() > 0
+
+
+def test_the_largest_are_those_of_a_stable_sort() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(-3, 4, (4, 2, 50), generator=generator) / 4
+    values[0, :, :9] = torch.inf
+    values[1, :, 40:] = -torch.inf
+    values[2] = torch.randn(2, 50, generator=generator)
+    for number in (0, 1, 7, 49, 50):
+        order = values.argsort(dim=-1, descending=True, stable=True)[..., :number]
+        expected = torch.zeros_like(values, dtype=torch.bool).scatter_(2, order, True)
+        assert torch.equal(largest(values, torch.tensor(number).expand(4, 1, 1)), expected)
