@@ -54,6 +54,7 @@ class Prefixes:
         self._stats = stats
         self._clock = clock
         self._unsound: set[int] = set()  # indexed pages found without their tag
+        self._last_match: tuple[bytes, Namespace, int, int, Match | None] | None = None
         # Keys of pages ever added, the last MEMORY of them. (A plain dict finds its first entry
         # slower the more were deleted before it.)
         self._computed: OrderedDict[bytes, None] = OrderedDict()
@@ -62,7 +63,7 @@ class Prefixes:
     def match(self, ids: bytes, namespace: Namespace, max_tokens: int) -> Match | None:
         """The longest prefix of at most ``max_tokens`` tokens in the pool whose pages carry their
         tags; None if there is none."""
-        match = self.index.match(namespace, ids, max_tokens)
+        match = self._in_index(ids, namespace, max_tokens)
         if match is None:
             return None
         sound = self.tags.num_verified(match.pages, match.keys)
@@ -178,6 +179,17 @@ class Prefixes:
             self.arrivals.tiers.claim(pages)
 
     # --- inside ------------------------------------------------------------------------------
+    def _in_index(self, ids: bytes, namespace: Namespace, max_tokens: int) -> Match | None:
+        """What the index finds. A prompt is sought for the tiers and again when it is admitted:
+        the second time, nothing changed in between, the answer is known."""
+        asked = (namespace, max_tokens, self.index.version)
+        last = self._last_match
+        if last is not None and last[0] is ids and last[1:4] == asked:
+            return last[4]
+        match = self.index.match(namespace, ids, max_tokens)
+        self._last_match = (ids, *asked, match)
+        return match
+
     def _distrust(self, page: int) -> None:
         """An indexed page lacks its tag: its tokens are computed again, into another page."""
         if page not in self._unsound:

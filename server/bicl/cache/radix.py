@@ -34,6 +34,9 @@ class RadixIndex:
         page_size: tokens a page.
         root_key: key of a namespace's root.
         hash_function: names the pages; lookups do not depend on it.
+
+    Attributes:
+        version: grows with every change after which a :class:`Match` may be out of date.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class RadixIndex:
         self.unlocked: OrderedDict[Node, None] = OrderedDict()
         self.num_pages = 0
         self.num_locked_pages = 0
+        self.version = 0
         self._root_key = root_key
         self.hash_function = hash_function
 
@@ -153,6 +157,7 @@ class RadixIndex:
         parent = node.parent
         if count == len(node.pages) or parent is None:
             return node
+        self.version += 1
         edge = count * self.page_bytes
         upper = Node(node.ids[:edge], node.pages[:count], node.keys[:count], parent)
         upper.refs, upper.last_used = node.refs, node.last_used
@@ -175,6 +180,7 @@ class RadixIndex:
         end, present = self._cut(found), len(found.pages)
         dropped: list[int] = []
         if present < len(pages):
+            self.version += 1
             new_ids, new_pages = bytearray(ids[present * self.page_bytes :]), pages[present:]
             keys = self._chain(end.keys[-1], new_ids)
             if end is node and self._may_grow(node):
@@ -210,6 +216,7 @@ class RadixIndex:
             if old in bad
         ]
         renamed = {old: new for old, new, _ in swaps}
+        self.version += len(swaps)
         for member in found.node.path() if swaps else ():
             member.pages[:] = [renamed.get(page, page) for page in member.pages]
         return swaps
@@ -239,6 +246,7 @@ class RadixIndex:
 
     def _attach(self, child: Node, parent: Node) -> list[int]:
         """Hang ``child`` under ``parent`` and drop the partial leaves that it covers."""
+        self.version += 1
         first_page = self._first_page(child)
         dropped: list[int] = []
         at = bisect_left(parent.child_ids, first_page)
@@ -267,6 +275,7 @@ class RadixIndex:
     def evict(self, num_pages: int) -> list[Evicted]:
         """Take up to ``num_pages`` pages out, least recently used first, ends of chains first."""
         evicted = []
+        self.version += 1
         while num_pages > 0 and self.unlocked:
             node = next(iter(self.unlocked))
             count = min(num_pages, len(node.pages))
@@ -281,12 +290,14 @@ class RadixIndex:
 
     def reset(self) -> None:
         """Forget everything, whatever state it is in. Locks are void."""
+        self.version += 1
         self.roots.clear()
         self.unlocked.clear()
         self.num_pages = self.num_locked_pages = 0
 
     def clear(self, namespace: Namespace) -> list[int]:
         """Forget a namespace, locked or not. Locks on it are void. Returns its pages."""
+        self.version += 1
         pages: list[int] = []
         for node in self.roots.pop(namespace).subtree():
             pages += node.pages

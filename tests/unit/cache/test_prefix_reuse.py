@@ -350,3 +350,23 @@ def test_lost_blocks_are_told_from_new_ones() -> None:
     pool.manager.flush()
     pool.serve(first, [])
     assert stats.block_misses == 4 - held
+
+
+def test_prompt_sought_twice_is_found_as_it_is_by_then() -> None:
+    """The index remembers its last answer: only until it changes, and never past the tags."""
+    manager = CacheManager(12, 64)
+    prompt, other = pack_ids(tokens(300)), pack_ids(tokens(128, start=9000))
+    assert manager.cached_tokens(prompt) == 0
+    first = manager.acquire(prompt)
+    manager.commit(first, prompt)
+    assert manager.cached_tokens(prompt) == manager.cached_tokens(prompt) == 256
+    manager.release(first)
+    assert manager.cached_tokens(prompt) == 299  # its last page, too
+    second = manager.acquire(other)  # evicts no more than it needs
+    manager.commit(second, other)
+    manager.release(second)
+    kept = manager.acquire(pack_ids(tokens(380, start=20_000)))
+    assert manager.cached_tokens(prompt) == 256  # for which one page had to leave
+    manager.release(kept)
+    manager.tags.clear_all()
+    assert manager.cached_tokens(prompt) == 0
