@@ -12,6 +12,7 @@ JSON file.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import time
@@ -43,6 +44,11 @@ def measure(call: Callable[[], object], rounds: int, after: Callable[[object], N
     gc.enable()
     deciles = statistics.quantiles(times, n=10)
     return {"median": statistics.median(times), "p20": deciles[1], "p80": deciles[7]}
+
+
+def forget_last_lookup(manager: CacheManager) -> None:
+    """Each call stands for another request."""
+    manager._prefixes._last_match = None
 
 
 def fill(manager: CacheManager, ids: np.ndarray) -> None:
@@ -91,8 +97,16 @@ def row(num_tokens: int, page_size: int, rounds: int) -> dict:
     run, tree = one_run(page_size, ids), branched(page_size, ids)
     assert run.cached_tokens(packed) == num_tokens - 1 or num_tokens % page_size < 17
 
+    def lookup(manager: CacheManager) -> dict:
+        call = functools.partial(manager.cached_tokens, packed)
+        return measure(call, rounds, lambda _: forget_last_lookup(manager))
+
     def acquire_then_release(manager: CacheManager) -> dict:
-        return measure(lambda: manager.acquire(packed), rounds, manager.release)
+        def after(seq: object) -> None:
+            manager.release(seq)
+            forget_last_lookup(manager)
+
+        return measure(lambda: manager.acquire(packed), rounds, after)
 
     def release_after_acquire(manager: CacheManager) -> dict:
         held = [manager.acquire(packed)]
@@ -104,8 +118,8 @@ def row(num_tokens: int, page_size: int, rounds: int) -> dict:
 
     return {
         "tokens": num_tokens,
-        "lookup_us": measure(lambda: run.cached_tokens(packed), rounds, lambda _: None),
-        "lookup_branched_us": measure(lambda: tree.cached_tokens(packed), rounds, lambda _: None),
+        "lookup_us": lookup(run),
+        "lookup_branched_us": lookup(tree),
         "acquire_us": acquire_then_release(run),
         "acquire_branched_us": acquire_then_release(tree),
         "acquire_with_tiers_us": acquire_with_tiers(page_size, ids, packed, rounds),
@@ -131,6 +145,7 @@ def acquire_with_tiers(page_size: int, ids: np.ndarray, packed: PackedIds, round
             promotion, seq = found
             assert promotion is None
             manager.release(seq)
+            forget_last_lookup(manager)
 
         return measure(lookup, rounds, after)
 
