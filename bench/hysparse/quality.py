@@ -48,7 +48,7 @@ from bench.hysparse.report import read_items, read_metas, write_report
 from bench.hysparse.texts import KINDS, digest, read_kind
 from bench.record import machine
 from bicl.sparse.config import HySparseConfig
-from bicl.sparse.fit import load_gate
+from bicl.sparse.gate_file import load_gate
 from bicl.sparse.variants import VARIANTS
 
 __all__ = ["main"]
@@ -59,7 +59,7 @@ RATIOS = (0.3, 0.5, 0.65, 0.8, 0.9)
 PREFIXES = (1024, 2048, 4096, 8000)
 LENGTHS = (1024, 2048, 4096, 8064)
 OWN = HySparseConfig.variant
-INDEX_STUDIES = ("centroids-4", "centroids-8", "bounds-16")
+INDEX_STUDIES = ("centroids-2", "centroids-4", "centroids-8", "bounds-16")
 """Forms of an index that ``bench.hysparse.recall`` compares."""
 SETUPS = (
     *(f"{OWN} {how}" for how in ("served", "floor")),

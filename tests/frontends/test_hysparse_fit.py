@@ -10,7 +10,7 @@ from support.tiny_models import byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
 from bicl.cli import app
-from bicl.sparse.fit import GATE_NAME, find_gate, load_gate
+from bicl.sparse.gate_file import GATE_NAME, find_gate, load_gate
 from bicl.sparse.sgm import CentroidGate
 
 WORDS = ("page", "tile", "query", "head", "key", "value", "cache", "prefix", "token", "layer")

@@ -16,7 +16,8 @@ from bicl.errors import ConfigError
 from bicl.frontends.http.loader import LoadedModel, load_model, locate, resolve_model
 from bicl.frontends.transformers.recording import record_attention
 from bicl.sparse.config import HySparseConfig
-from bicl.sparse.fit import GATE_NAME, FitReport, Recording, fit, save_gate
+from bicl.sparse.fit import FitReport, Recording, fit
+from bicl.sparse.gate_file import GATE_NAME, save_gate
 from bicl.sparse.selection import SelectionRule
 
 __all__ = ["FitRequest", "run_fit"]

@@ -6,10 +6,8 @@ the index sees. Nothing here knows where the recordings come from.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -27,21 +25,11 @@ from bicl.sparse.sgm import (
 )
 
 __all__ = [
-    "GATE_NAME",
     "FitReport",
     "LayerReport",
     "Recording",
-    "find_gate",
     "fit",
-    "load_gate",
-    "open_gate",
-    "save_gate",
 ]
-
-log = logging.getLogger(__name__)
-
-GATE_NAME = "hysparse-gate.safetensors"
-"""File beside a model that ``fit`` writes and serving looks for."""
 
 LEARNING_RATE = 0.02
 SOFTNESS = 0.25
@@ -58,12 +46,13 @@ class Recording:
 
     Attributes:
         query: ``[R, Hq, D]`` after rotary embedding, at ``position`` (int64 ``[R]``).
-        key: ``[T, H, D]``.
+        key, value: ``[T, H, D]``.
         scale: of the scores.
     """
 
     query: torch.Tensor
     key: torch.Tensor
+    value: torch.Tensor
     position: torch.Tensor
     scale: float
 
@@ -107,15 +96,18 @@ class _Lesson:
     """Pages of one recording: what the student sees, what the teacher knows.
 
     ``mass`` float32 ``[R, Hq, W]``; ``scored`` and ``candidate`` bool ``[R, W]``, what a softmax
-    runs over and what competes; ``tiles`` int32 ``[R]``.
+    runs over and what competes; ``tiles`` int32 ``[R]``; ``position`` int64 ``[R]``.
     """
 
     query: torch.Tensor
     pages: torch.Tensor  # index rows [W, H, rows, dims], or keys [W, P, H, D]
+    recording: Recording
     mass: torch.Tensor
     scored: torch.Tensor
     candidate: torch.Tensor
     tiles: torch.Tensor
+    position: torch.Tensor
+    page_size: int
     num_kv_heads: int
     scale: float
 
@@ -128,6 +120,17 @@ class _Lesson:
     @property
     def candidates(self) -> torch.Tensor:
         return self.candidate.sum(dim=1, dtype=torch.int32)
+
+    def outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's output ``[R, H, group, D]``, and what each page adds to it
+        ``[R, H, group, W, D]``."""
+        share = _attention(self.recording, self.query, self.position)
+        value, pages = self.recording.value.float(), self.mass.shape[2]
+        output = torch.einsum("rhgt,thd->rhgd", share, value)
+        size = self.page_size
+        by_page = share[..., : pages * size].unflatten(3, (pages, size))
+        held = value[: pages * size].unflatten(0, (pages, size))
+        return output, torch.einsum("rhgwp,wphd->rhgwd", by_page, held)
 
 
 def fit(
@@ -243,17 +246,20 @@ class _Task:
         """A ratio for each layer, whose mean is the task's: layers whose attention lies in few
         pages leave out more, those in which it is spread leave out less.
 
-        Steps of a ratio are moved from the layer that gains most by one less to the one that
-        loses least by one more, as long as the squares of what is lost add up to less.
+        What a layer loses is the error of its output, not the attention: keys that draw much of
+        it may hold values like all others. Steps of a ratio are moved from the layer that gains
+        most by one less to the one that loses least by one more, as long as the squares of the
+        errors add up to less.
         """
         low, high = (self.sparsity * share for share in RATIO_RANGE)
         high = min(high, MAX_SPARSITY)
         below, above = (int(abs(end - self.sparsity) / RATIO_STEP + 1e-6) for end in (low, high))
         steps = range(-below, above + 1)
+        ratios = [self.sparsity + step * RATIO_STEP for step in steps]
         cost = {
-            (layer, step): self._squared_loss(gate, layer, own, self.sparsity + step * RATIO_STEP)
+            (layer, step): error
             for layer, own in lessons.items()
-            for step in steps
+            for step, error in zip(steps, self._errors(gate, layer, own, ratios), strict=True)
         }
         at = dict.fromkeys(lessons, 0)
         while True:
@@ -266,10 +272,24 @@ class _Task:
             at[more] += 1
             at[less] -= 1
 
-    def _squared_loss(
-        self, gate: Gate, layer: int, lessons: Sequence[_Lesson], ratio: float
-    ) -> float:
-        return float(torch.cat(self._lost(gate, layer, lessons, ratio)).square().mean())
+    @torch.no_grad()
+    def _errors(
+        self, gate: Gate, layer: int, lessons: Sequence[_Lesson], ratios: Sequence[float]
+    ) -> list[float]:
+        """At each ratio the mean square of the relative error of the layer's output."""
+        found = []
+        for lesson in lessons:
+            output, added = lesson.outputs()
+            whole = output.square().sum(dim=(1, 2, 3))
+            mass = _grouped(lesson.mass, lesson.num_kv_heads)
+            for ratio in ratios:
+                out = self._left_out(gate, layer, lesson, ratio)[:, :, None].float()
+                missing = torch.einsum("rhgwd,rhgw->rhgd", added, out.expand_as(mass))
+                rest = (1.0 - (mass * out).sum(dim=-1, keepdim=True)).clamp_min(1e-6)
+                error = (output - missing) / rest - output
+                found.append(error.square().sum(dim=(1, 2, 3)) / whole.clamp_min(1e-12))
+        errors = torch.stack(found).unflatten(0, (len(lessons), len(ratios)))
+        return errors.mean(dim=(0, 2)).tolist()
 
     def lost(
         self, gate: Gate | None, layer: int, lessons: Sequence[_Lesson], ratio: float
@@ -285,19 +305,24 @@ class _Task:
         """Of each row in which something is left out, and each head."""
         lost = [torch.zeros(1)]
         for lesson in lessons:
-            budget = lesson.budget(self.rule, ratio)
-            rows = budget < lesson.candidates
-            if not rows.any():
-                continue
-            heads, true = lesson.num_kv_heads, lesson.mass.clamp_min(1e-12).log()
-            scores = true if gate is None else _scores(gate, layer, lesson)
-            share = combine_heads(scores[rows], lesson.scored[rows], heads, "softmax")
-            share = share.masked_fill(~lesson.candidate[rows, None], -1.0)
-            rank = share.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-            out = (rank >= budget[rows, None, None]) & lesson.candidate[rows, None]
-            mass = _grouped(lesson.mass[rows], heads)
-            lost.append((mass * out[:, :, None]).sum(dim=-1).flatten())
+            out = self._left_out(gate, layer, lesson, ratio)
+            rows = out.any(dim=(1, 2))
+            if rows.any():
+                mass = _grouped(lesson.mass[rows], lesson.num_kv_heads)
+                lost.append((mass * out[rows][:, :, None]).sum(dim=-1).flatten())
         return lost if len(lost) == 1 else lost[1:]
+
+    def _left_out(
+        self, gate: Gate | None, layer: int, lesson: _Lesson, ratio: float
+    ) -> torch.Tensor:
+        """bool ``[R, H, W]``."""
+        heads, true = lesson.num_kv_heads, lesson.mass.clamp_min(1e-12).log()
+        scores = true if gate is None else _scores(gate, layer, lesson)
+        share = combine_heads(scores, lesson.scored, heads, "softmax")
+        share = share.masked_fill(~lesson.candidate[:, None], -1.0)
+        rank = share.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        budget = lesson.budget(self.rule, ratio)
+        return (rank >= budget[:, None, None]) & lesson.candidate[:, None]
 
 
 def _lesson(recording: Recording, chosen: torch.Tensor, gate: Gate, rule: SelectionRule) -> _Lesson:
@@ -305,9 +330,7 @@ def _lesson(recording: Recording, chosen: torch.Tensor, gate: Gate, rule: Select
     key = recording.key.float()
     size, heads = rule.page_size, key.shape[1]
     width = len(key) // size
-    scores = torch.einsum("rhgd,thd->rhgt", _grouped(query, heads), key).flatten(1, 2)
-    seen = torch.arange(len(key)) <= position[:, None]
-    share = scores.mul_(recording.scale).masked_fill_(~seen[:, None], -torch.inf).softmax(dim=-1)
+    share = _attention(recording, query, position).flatten(1, 2)
     mass = share[..., : width * size].reshape(*share.shape[:2], width, size).sum(dim=-1)
     tiles = (position // size + 1).int()
     place = torch.arange(width)
@@ -316,7 +339,28 @@ def _lesson(recording: Recording, chosen: torch.Tensor, gate: Gate, rule: Select
     pages = key[: width * size].view(width, size, *key.shape[1:])
     if isinstance(gate, PageGate):
         pages = gate.describe(pages.transpose(1, 2))
-    return _Lesson(query, pages, mass, scored, candidate, tiles, heads, recording.scale)
+    return _Lesson(
+        query,
+        pages,
+        recording,
+        mass,
+        scored,
+        candidate,
+        tiles,
+        position,
+        size,
+        heads,
+        recording.scale,
+    )
+
+
+def _attention(recording: Recording, query: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """What queries draw from every key, float32 ``[R, H, group, T]``."""
+    key = recording.key.float()
+    scores = torch.einsum("rhgd,thd->rhgt", _grouped(query, key.shape[1]), key)
+    seen = torch.arange(len(key)) <= position[:, None]
+    hidden = ~seen[:, None, None]
+    return scores.mul_(recording.scale).masked_fill_(hidden, -torch.inf).softmax(dim=-1)
 
 
 def _grouped(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -335,64 +379,3 @@ def _scores(gate: Gate, layer: int, lesson: _Lesson) -> torch.Tensor:
     keys = gate.project(lesson.pages, "key").mean(dim=1)
     directions = _grouped(gate.project(query, "query"), keys.shape[1])
     return torch.einsum("rhgd,whd->rhgw", directions, keys).flatten(1, 2) * gate.sharpness
-
-
-# --- files ------------------------------------------------------------------------------------
-def save_gate(path: str | Path, gate: Gate, facts: dict[str, str] | None = None) -> None:
-    """Write a gate as safetensors; what it is for stands in the file's metadata."""
-    from safetensors.torch import save_file
-
-    metadata = {"format": "bicl-hysparse-gate-1", "kind": gate.kind, "head_dim": str(gate.head_dim)}
-    if isinstance(gate, PageGate):
-        metadata["layers"] = ",".join(map(str, gate.layers))
-    tensors = {name: value.detach().contiguous() for name, value in gate.state_dict().items()}
-    save_file(tensors, str(path), metadata | (facts or {}))
-
-
-def load_gate(path: str | Path) -> Gate:
-    """Read what :func:`save_gate` wrote.
-
-    Raises:
-        ConfigError: no such file, or not such a file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if metadata.get("format") != "bicl-hysparse-gate-1":
-            raise ConfigError(f"its format is {metadata.get('format')!r}, not bicl-hysparse-gate-1")
-        head_dim = int(metadata["head_dim"])
-        layers = tuple(int(n) for n in metadata.get("layers", "").split(",") if n)
-        gate = make_gate(metadata["kind"], layers, head_dim)
-        gate.load_state_dict(tensors)
-    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"gate file {path} cannot be used: {error}; give what `bicl hysparse fit` wrote"
-        ) from None
-    return gate
-
-
-def find_gate(model: str | Path) -> str | None:
-    """The gate beside a local model (its folder, or a file in it), if there is one."""
-    path = Path(model)
-    found = (path if path.is_dir() else path.parent) / GATE_NAME
-    return str(found) if path.exists() and found.is_file() else None
-
-
-def open_gate(path: str | None) -> Gate | None:
-    """The gate to serve with, and a line in the log that says which; ``None``: nothing is fitted.
-
-    Raises:
-        ConfigError: see :func:`load_gate`.
-    """
-    if path is None:
-        log.warning(
-            "HySparse: no fitted gate; pages are judged by an analytic start. "
-            "`bicl hysparse fit` calibrates one on your texts"
-        )
-        return None
-    gate = load_gate(path)
-    log.info("HySparse: gate of kind %s from %s", gate.kind, path)
-    return gate

@@ -14,7 +14,7 @@ from bicl.attention.pool import LayerCache
 from bicl.attention.rotary import Rotary
 from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
-from bicl.sparse.fit import open_gate
+from bicl.sparse.gate_file import open_gate
 from bicl.sparse.index import make_indexes
 
 __all__ = ["LayerProbe", "ShadowBackend", "make_shadow_backend"]

@@ -191,6 +191,7 @@ def _oracle_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "centroids": _centroids,
+    "centroids-2": _centroids_of(32, _rows_of_e4m3),
     "centroids-4": _centroids_of(16, _rows_of_e4m3),
     "centroids-8": _centroids_of(8, _rows_of_e4m3),
     "bounds": _bounds,

@@ -21,7 +21,7 @@ from bicl.errors import ConfigError
 from bicl.frontends.http.engine import Engine
 from bicl.frontends.http.request import SparseOptions
 from bicl.sparse.config import HySparseConfig
-from bicl.sparse.fit import save_gate
+from bicl.sparse.gate_file import save_gate
 from bicl.sparse.guard import GuardBounds
 from bicl.sparse.sgm import make_gate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from bicl.errors import ConfigError
-from bicl.sparse.fit import (
-    GATE_NAME,
-    Recording,
-    find_gate,
-    fit,
-    load_gate,
-    open_gate,
-    save_gate,
-)
+from bicl.sparse.fit import Recording, fit
+from bicl.sparse.gate_file import GATE_NAME, find_gate, load_gate, open_gate, save_gate
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import BoundGate, PageGate, SpatialGate, make_gate
 
@@ -36,7 +30,8 @@ def recording(seed: int, pages: int = 24) -> Recording:
     query = torch.randn(60, 4, 16, generator=generator) * 3
     query[:, :, 8:] *= 0.1
     position = torch.arange(60) * 5 + pages * 64 - 300
-    return Recording(query, key.flatten(0, 1), position, 0.25)
+    value = torch.randn(pages * 64, 2, 16, generator=generator)
+    return Recording(query, key.flatten(0, 1), value, position, 0.25)
 
 
 @pytest.mark.parametrize("kind", ["centroids", "bounds", "gate"])
@@ -57,13 +52,22 @@ def test_a_fit_loses_less_attention_on_queries_that_it_has_not_seen(kind: str) -
 def test_a_layer_whose_attention_is_spread_leaves_out_less() -> None:
     """The mean stays what was asked for."""
     flat = recording(0)
-    flat = Recording(flat.query * 0.1, flat.key, flat.position, flat.scale)
+    flat = replace(flat, query=flat.query * 0.1)
     gate, report = fit({3: [recording(1)], 5: [flat]}, "centroids", RULE, 0.65, steps=1)
     assert isinstance(gate, PageGate)
     sharp, spread = (layer.ratio for layer in report.layers)
     assert sharp > 0.65 > spread
     assert sharp + spread == pytest.approx(1.3)
     assert [gate.share_of(3), gate.share_of(5)] == pytest.approx([sharp / 0.65, spread / 0.65])
+
+
+def test_a_layer_whose_values_are_all_alike_leaves_out_more() -> None:
+    """Whatever draws its attention: what is left out would have added nothing else."""
+    alike = recording(0)
+    alike = replace(alike, value=torch.ones_like(alike.value))
+    _, report = fit({3: [recording(0)], 5: [alike]}, "centroids", RULE, 0.65, steps=1)
+    different, same = (layer.ratio for layer in report.layers)
+    assert same > 0.65 > different
 
 
 def test_texts_that_leave_nothing_out_are_refused() -> None:

@@ -35,7 +35,7 @@ from bicl.hardware import find_gpus, is_jetson, judge
 from bicl.metrics import ServerMetrics
 from bicl.ops.cuda import library
 from bicl.sparse.config import HySparseConfig
-from bicl.sparse.fit import find_gate
+from bicl.sparse.gate_file import find_gate
 
 __all__ = ["serve"]
 

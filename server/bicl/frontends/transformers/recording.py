@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
@@ -41,6 +42,7 @@ class _Recorder(PagedCache):
             self.recordings[rows.layer_idx] = Recording(
                 query[0, :, self._position].transpose(0, 1).half(),
                 rows.key[0].transpose(0, 1).half(),
+                rows.value[0].transpose(0, 1).half(),
                 self._position.cpu(),
                 scale,
             )
@@ -73,6 +75,6 @@ def record_attention(
             **{cache_argument(model): recorder},
         )
     return {
-        layer: Recording(own.query.cpu(), own.key.cpu(), own.position, own.scale)
+        layer: replace(own, query=own.query.cpu(), key=own.key.cpu(), value=own.value.cpu())
         for layer, own in recorder.recordings.items()
     }
