@@ -128,8 +128,8 @@ class _Lesson:
         value, pages = self.recording.value.float(), self.mass.shape[2]
         output = torch.einsum("rhgt,thd->rhgd", share, value)
         size = self.page_size
-        by_page = share[..., : pages * size].unflatten(3, (pages, size))
-        held = value[: pages * size].unflatten(0, (pages, size))
+        by_page = share[..., : pages * size].reshape(*share.shape[:3], pages, size)
+        held = value[: pages * size].reshape(pages, size, *value.shape[1:])
         return output, torch.einsum("rhgwp,wphd->rhgwd", by_page, held)
 
 
@@ -282,14 +282,15 @@ class _Task:
             output, added = lesson.outputs()
             whole = output.square().sum(dim=(1, 2, 3))
             mass = _grouped(lesson.mass, lesson.num_kv_heads)
+            rank = _rank(gate, layer, lesson)
             for ratio in ratios:
-                out = self._left_out(gate, layer, lesson, ratio)[:, :, None].float()
+                out = self._left_out(rank, lesson, ratio)[:, :, None].float()
                 missing = torch.einsum("rhgwd,rhgw->rhgd", added, out.expand_as(mass))
                 rest = (1.0 - (mass * out).sum(dim=-1, keepdim=True)).clamp_min(1e-6)
                 error = (output - missing) / rest - output
                 found.append(error.square().sum(dim=(1, 2, 3)) / whole.clamp_min(1e-12))
-        errors = torch.stack(found).unflatten(0, (len(lessons), len(ratios)))
-        return errors.mean(dim=(0, 2)).tolist()
+        errors = torch.stack([own.mean() for own in found]).view(len(lessons), len(ratios))
+        return [float(error) for error in errors.mean(dim=0)]
 
     def lost(
         self, gate: Gate | None, layer: int, lessons: Sequence[_Lesson], ratio: float
@@ -305,24 +306,27 @@ class _Task:
         """Of each row in which something is left out, and each head."""
         lost = [torch.zeros(1)]
         for lesson in lessons:
-            out = self._left_out(gate, layer, lesson, ratio)
+            out = self._left_out(_rank(gate, layer, lesson), lesson, ratio)
             rows = out.any(dim=(1, 2))
             if rows.any():
                 mass = _grouped(lesson.mass[rows], lesson.num_kv_heads)
                 lost.append((mass * out[rows][:, :, None]).sum(dim=-1).flatten())
         return lost if len(lost) == 1 else lost[1:]
 
-    def _left_out(
-        self, gate: Gate | None, layer: int, lesson: _Lesson, ratio: float
-    ) -> torch.Tensor:
+    def _left_out(self, rank: torch.Tensor, lesson: _Lesson, ratio: float) -> torch.Tensor:
         """bool ``[R, H, W]``."""
-        heads, true = lesson.num_kv_heads, lesson.mass.clamp_min(1e-12).log()
-        scores = true if gate is None else _scores(gate, layer, lesson)
-        share = combine_heads(scores, lesson.scored, heads, "softmax")
-        share = share.masked_fill(~lesson.candidate[:, None], -1.0)
-        rank = share.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         budget = lesson.budget(self.rule, ratio)
         return (rank >= budget[:, None, None]) & lesson.candidate[:, None]
+
+
+@torch.no_grad()
+def _rank(gate: Gate | None, layer: int, lesson: _Lesson) -> torch.Tensor:
+    """int64 ``[R, H, W]``, places of the candidates: by a gate, or as the teacher has it."""
+    heads, true = lesson.num_kv_heads, lesson.mass.clamp_min(1e-12).log()
+    scores = true if gate is None else _scores(gate, layer, lesson)
+    share = combine_heads(scores, lesson.scored, heads, "softmax")
+    share = share.masked_fill(~lesson.candidate[:, None], -1.0)
+    return share.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
 
 def _lesson(recording: Recording, chosen: torch.Tensor, gate: Gate, rule: SelectionRule) -> _Lesson:
