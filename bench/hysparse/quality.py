@@ -56,8 +56,7 @@ __all__ = ["main"]
 log = logging.getLogger(__name__)
 
 RATIOS = (0.3, 0.5, 0.65, 0.8, 0.9)
-PREFIXES = (1024, 2048, 4096, 8000)
-LENGTHS = (1024, 2048, 4096, 8064)
+LENGTHS = (1024, 2048, 4096, 8000)
 OWN = HySparseConfig.variant
 INDEX_STUDIES = ("centroids-2", "centroids-4", "centroids-8", "bounds-16")
 """Forms of an index that ``bench.hysparse.recall`` compares."""
@@ -165,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=6, help="texts of each kind, samples a task")
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no work after these")
-    parser.add_argument("--prefixes", type=int, nargs="+", default=PREFIXES, help="of perplexity")
+    parser.add_argument("--prefixes", type=int, nargs="+", default=LENGTHS, help="of perplexity")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of task contexts")
     parser.add_argument("--no-presses", action="store_true")
     parser.add_argument("--only", choices=["perplexity", "tasks"])

@@ -169,6 +169,7 @@ def summarise(found: Sequence[Cell]) -> list[dict[str, Any]]:
             "tokens": tokens,
             "kept": round(statistics.fmean(kept), 4),
             "exercised": bool(counted),
+            "below_floor": all(cell.below_floor for cell in own),
         }
         losses = [pair for cell in counted for pair in cell.losses]
         right = [pair for cell in counted if cell.right and cell.told_apart for pair in cell.right]
@@ -208,8 +209,9 @@ def _answers(right: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 def print_table(summary: Sequence[dict[str, Any]], ratios: Sequence[float]) -> None:
+    """Every ratio over all lengths, that of the targets at each of them."""
     for tokens in sorted({row["tokens"] for row in summary}, key=lambda n: n or 0):
-        for ratio in ratios:
+        for ratio in ratios if tokens is None or RATIO not in ratios else (RATIO,):
             print(f"\n{tokens or 'all'} tokens, ratio {ratio}: perplexity change (standard error), "
                   "answers, of dense (standard error)")  # fmt: skip
             for row in summary:
