@@ -32,12 +32,14 @@ def verdicts(results: Mapping[str, Rows]) -> list[Verdict]:
         *_each(gpu, "exposed reordering in a decode step", 0.5, STEP, at_most=True, scale=100),
         *_each(gpu, "prefill with reordering", 0.98, "x"),
         *_each(gpu, "no hits, index", 0.99, "x"),
+        *_each(gpu, "no hits, index and host tier", 0.99, "x"),
         *_each(gpu, "host hit, first token", 5.0, "x"),
         *_each(gpu, "host hit, bandwidth", 0.8, " of the host-to-device rate"),
         *_each(gpu, "three turns", 1.0, "x of turns 1 and 2"),
         *_each(gpu, "in flight", 1.0, " times computed", at_most=True),
         *_hit_rates(results.get(RATES, [])),
         *(verdict for name in REPLAYS for verdict in _replay(results.get(name, []), name)),
+        *_replay(gpu, GPU),
         *_lookup(results.get(LOOKUP, [])),
     ]
 
@@ -69,7 +71,8 @@ def _hit_rates(rows: Rows) -> Iterator[Verdict]:
 
 
 def _replay(rows: Rows, name: str) -> Iterator[Verdict]:
-    found = [row for row in rows if row["case"] != "trace replay, reuse off"]
+    replays = [row for row in rows if row["case"].startswith("trace replay")]
+    found = [row for row in replays if row["case"] != "trace replay, reuse off"]
     for row in found or [{"case": "trace replay"}]:
         note = f"{name}, {row['trace']}" if row.get("trace") else name
         yield Verdict(f"{row['case']}: throughput", row.get("value"), 1.0, False, "x", note)

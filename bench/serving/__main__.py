@@ -1,10 +1,10 @@
 """Reuse on a GPU: what it costs and what it saves, with an 8B-shaped Llama of random weights.
 
-    python -m bench.serving [--parts sharing,host,misses,reordering,host-misses] [--out FILE]
+    python -m bench.serving [--parts sharing,host,misses,reordering,replay] [--out FILE]
 
 ``--device cpu --shape small`` tries it out where there is no GPU; such numbers mean nothing.
 Parts: :mod:`bench.serving.reordering`, :mod:`bench.serving.host_hits`,
-:mod:`bench.serving.reuse`.
+:mod:`bench.serving.reuse`, :mod:`bench.traces.replay` (of the traces given with ``--traces``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bench.serving import reordering, reuse
 from bench.serving.host_hits import host_rows
 from bench.serving.random_model import SHAPES, random_llama
 from bench.serving.steps import StepShape
+from bench.traces import replay
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.loader import LoadedModel
 
@@ -65,18 +66,12 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterato
 
 
 def misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
-    return _misses(loaded, options, {"index": {}})
-
-
-def host_misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
-    tier = {"host_cache_bytes": options.host_bytes // 4}
-    return _misses(loaded, options, {"index and host tier": tier})
-
-
-def _misses(
-    loaded: LoadedModel, options: argparse.Namespace, variants: dict[str, dict[str, Any]]
-) -> Iterator[Row]:
-    variants = {"off": {"prefix_caching": False}, **variants}
+    """Without an index; with one; and as on a GPU by default, with the host tier below it."""
+    variants: dict[str, dict[str, Any]] = {
+        "off": {"prefix_caching": False},
+        "index": {},
+        "index and host tier": {"host_cache_bytes": options.host_bytes // 4},
+    }
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(
@@ -119,18 +114,32 @@ def sharing_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[R
         yield reuse.in_flight_row(engine, requests=16, prefix=4096, suffix=32)
 
 
+def replay_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
+    """A trace, scaled to the machine, with a model whose pages a disk can follow."""
+    if not options.traces:
+        raise SystemExit("the part 'replay' needs --traces with files in Mooncake's format")
+    shape = "1b" if options.shape == "8b" else options.shape
+    sizes = "--pool 16384 --host 32768 --disk 131072 --block-tokens 64 --max-tokens 4000"
+    counts = f"--requests 100 --clients 8 --chunk 4096 --rounds {max(1, options.rounds // 3)}"
+    own = replay.parse([*options.traces.split(","), *sizes.split(), *counts.split()])
+    model = random_llama(shape, options.device, loaded.dtype)
+    for path in own.traces:
+        for row in replay.compare(model, path, own):
+            yield {**row, "shape": f"{shape}, {path.stem}"}
+
+
 PARTS: dict[str, Callable[[LoadedModel, argparse.Namespace], Iterator[Row]]] = {
     "sharing": sharing_part,
     "host": host_part,
     "misses": misses_part,
     "reordering": reordering_part,
-    "host-misses": host_misses_part,
+    "replay": replay_part,
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(part for part in PARTS if part != "replay"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
@@ -139,6 +148,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--pages", type=int, default=6000)
     parser.add_argument("--host-bytes", type=int, default=4 << 30, help="of the host tier")
+    parser.add_argument("--traces", default="", help="files to replay, comma between them")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32

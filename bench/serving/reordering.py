@@ -39,7 +39,15 @@ from bench.serving.steps import (
 )
 from bicl.frontends.http.engine import Engine
 
-__all__ = ["decode_rows", "exposed_ns", "prefill_rows", "side_stream_rows", "traffic_rows"]
+__all__ = [
+    "Traffic",
+    "compared",
+    "decode_rows",
+    "exposed_ns",
+    "prefill_rows",
+    "side_stream_rows",
+    "traffic_rows",
+]
 
 Rows = list[dict[str, Any]]
 
@@ -76,7 +84,7 @@ def traffic_rows(engine: Engine, *, rate: float, seconds: float, shrinks: Sequen
     for shrink, *passes in zip(shrinks, plain, stored, bare, strict=True):
         for kind, wanted in KINDS.items():
             row = {"case": f"exposed reordering, {kind}", "lengths_divided_by": shrink}
-            rows.append(row | _compared(*passes, wanted) | passes[0].load)
+            rows.append(row | compared(*passes, wanted) | passes[0].load)
     return rows
 
 
@@ -84,7 +92,7 @@ KINDS = {"all": (True, False), "prefill": (False,), "decode": (True,)}
 
 
 @dataclass
-class _Traffic:
+class Traffic:
     """Steps as ``(begin, end, is decode)`` in ns since the epoch, and the kernels in them."""
 
     steps: list[tuple[int, int, bool]]
@@ -103,7 +111,7 @@ def _traffic(
     prompts: int,
     *,
     watched: bool = True,
-) -> _Traffic:
+) -> Traffic:
     """One pass. ``prompts``: other ones for each number; lengths and times are the same."""
     before = engine.snapshot()
     with _steps(engine) as steps, _kernels(engine, watched) as kernels:
@@ -134,11 +142,11 @@ def _traffic(
             / ((end.decode_time - before.decode_time) or 1),
         },
     }
-    return _Traffic(steps, kernels, load)
+    return Traffic(steps, kernels, load)
 
 
-def _compared(
-    plain: _Traffic, stored: _Traffic, bare: _Traffic, wanted: Sequence[bool]
+def compared(
+    plain: Traffic, stored: Traffic, bare: Traffic, wanted: Sequence[bool]
 ) -> dict[str, Any]:
     """What storing costs the steps of these kinds, as many of each as came unwatched; no value
     where one of them was not seen."""

@@ -175,7 +175,7 @@ def _median_ratio(off: list[Outcome], on: list[Outcome], what: str) -> float:
     return statistics.median(ratios)
 
 
-def main() -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--model", default=None, help="'small': random weights; default: bundled")
@@ -192,7 +192,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=RESULT)
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse()
     torch.set_num_threads(options.threads)
     loaded = load(options)
     rows: list[dict[str, Any]] = []
@@ -203,21 +207,19 @@ def main() -> int:
         "threads": options.threads,
     }
     for path in options.traces:
-        whole = read(path)
-        sample = thin(whole, options.requests / len(whole))  # whole conversations, all the hour
-        requests = window(scale(sample, options.block_tokens), options.max_tokens, len(sample))
-        found = compare(loaded, requests, options)
+        found = compare(loaded, path, options)
         for row in found:
-            print(_line(path.stem, row), flush=True)
-        rows += [{"trace": path.stem, **row} for row in found]
+            print(_line(row), flush=True)
+        rows += found
         save(options.out, machine(**facts), rows)
     return 0
 
 
-def compare(
-    loaded: LoadedModel, requests: Sequence[TraceRequest], options: argparse.Namespace
-) -> list[dict[str, Any]]:
+def compare(loaded: LoadedModel, path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All variants in turns, every second round backwards."""
+    whole = read(path)
+    sample = thin(whole, options.requests / len(whole))  # whole conversations, all the hour
+    requests = window(scale(sample, options.block_tokens), options.max_tokens, len(sample))
     variants = [
         Variant("reuse off", options.pool, reuse=False),
         Variant("pool only", options.pool),
@@ -229,12 +231,13 @@ def compare(
         for variant in variants if number % 2 == 0 else reversed(variants):
             with running(loaded, variant, options) as engine:
                 outcomes[variant.name].append(run(engine, requests, options.clients))
-    return rows_of(variants, outcomes, requests)
+    rows = rows_of(variants, outcomes, requests)
+    return [{"trace": path.stem, **row} for row in rows]
 
 
-def _line(trace: str, row: dict[str, Any]) -> str:
+def _line(row: dict[str, Any]) -> str:
     return (
-        f"{trace}, {row['case']}: {row['tokens_per_second']} tokens/s ({row['value']:.2f}x; "
+        f"{row['trace']}, {row['case']}: {row['tokens_per_second']} tokens/s ({row['value']:.2f}x; "
         f"{row['by_cpu_time']:.2f}x by CPU time), first token p50 "
         f"{row['first_token_p50_ms']:.0f} ms, p90 {row['first_token_p90_ms']:.0f} ms, "
         f"hits {100 * row['hit_rate']:.1f} % (ideal {100 * row['ideal']:.1f} %)"

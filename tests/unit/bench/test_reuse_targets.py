@@ -3,7 +3,7 @@
 import random
 
 from bench.reuse import GPU, LOOKUP, RATES, REPLAYS, verdicts
-from bench.serving.reordering import exposed_ns
+from bench.serving.reordering import Traffic, compared, exposed_ns
 
 
 def everything(good: bool) -> dict:
@@ -13,6 +13,7 @@ def everything(good: bool) -> dict:
     at_least = {
         "prefill with reordering": 0.98,
         "no hits, index": 0.99,
+        "no hits, index and host tier": 0.99,
         "host hit, first token": 5.0,
         "host hit, bandwidth": 0.8,
         "three turns": 1.0,
@@ -32,6 +33,7 @@ def everything(good: bool) -> dict:
     names = ("acquire", "acquire_branched", "acquire_with_tiers", "lookup", "lookup_branched")
     lookup = [{"tokens": 50_000, **{f"{name}_us": {"median": us} for name in names}}]
     replay = [row("trace replay, pool only", 1.0, 0.9, ideal=0.5, hit_rate=0.491 if good else 0.4)]
+    gpu += replay
     return {GPU: gpu, RATES: rates, **dict.fromkeys(REPLAYS, replay), LOOKUP: lookup}
 
 
@@ -54,6 +56,22 @@ def test_every_decode_shape_is_held_to_the_limit() -> None:
     rows = [{"case": name, "value": v, "shape": "1x1024"} for v in (0.004, 0.006)]
     found = [v for v in verdicts({GPU: rows}) if v.what == name]
     assert [v.passed for v in found] == [True, False]
+
+
+def test_stores_cost_what_is_exposed_longer_than_without_them() -> None:
+    """Of steps as long as nobody watches them, in the mixture that came then."""
+    steps = [(0, 50, False), (100, 180, True), (180, 260, True)]
+    watched = [(0, 60, False), (100, 300, True)]
+    kernels = [(10, 20, True), (15, 30, False), (110, 140, True), (200, 210, False)]
+    plain, stored = Traffic(steps, [], {}), Traffic(watched, kernels, {})
+    bare = Traffic(watched, [(12, 14, True), (110, 112, True)], {})
+    prefill, decode = 5 - 2, 30 - 2
+    assert compared(plain, stored, bare, [False])["value"] == prefill / 50
+    assert compared(plain, stored, bare, [True])["value"] == decode / 80
+    both = compared(plain, stored, bare, [True, False])
+    assert abs(both["value"] - (prefill + 2 * decode) / 210) < 1e-12
+    unseen = Traffic(watched[:1], kernels, {})
+    assert "value" not in compared(plain, unseen, bare, [True])
 
 
 def test_exposed_is_what_no_other_kernel_covers() -> None:
