@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from bicl.attention.backend import AttentionBackend
@@ -22,11 +24,7 @@ def outputs_by_shards(
         Outputs of all ranks side by side, ``[3, KV_HEADS * GROUP, DIM]``, and the needles' values,
         each query head's KV head's, of the same shape.
     """
-    generator = torch.Generator().manual_seed(50)
-    key, value = torch.randn(2, TOKENS, KV_HEADS, DIM, generator=generator)
-    query = torch.randn(3, KV_HEADS, GROUP, DIM, generator=generator)
-    key[list(NEEDLES)] = 12 * query.mean(dim=2)
-    pages = torch.randperm(TOKENS // 64, generator=generator)
+    query, key, value, pages = _haystack()
     token = torch.arange(TOKENS)
     slots = (pages[token // 64] * 64 + token % 64).to(device)
     meta = AttentionMetadata(
@@ -43,13 +41,23 @@ def outputs_by_shards(
         heads = slice(first, first + own)
         layout = PageLayout(own, DIM, stored, swizzle=str(device) != "cpu")
         [layer] = KVPool([layout], len(pages), device).layers
-        rows = [x[:, heads].to(device, torch.bfloat16).contiguous() for x in (key, value)]
+        rows = [x[:, heads].to(device).contiguous() for x in (key, value)]
         backend.store(layer, *rows, slots)
-        asked = query[:, heads].flatten(1, 2).to(device, torch.bfloat16)
+        asked = query[:, heads].flatten(1, 2).to(device)
         out = backend.run(asked, layer, meta, scale=DIM**-0.5)
         assert isinstance(out, torch.Tensor)
         answers.append(out.float().cpu())
-    return torch.cat(answers, dim=1), value[list(NEEDLES)].repeat_interleave(GROUP, dim=1)
+    needles = value[list(NEEDLES)].float().repeat_interleave(GROUP, dim=1)
+    return torch.cat(answers, dim=1), needles
+
+
+@cache
+def _haystack() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(50)
+    key, value = torch.randn(2, TOKENS, KV_HEADS, DIM, generator=generator).bfloat16()
+    query = torch.randn(3, KV_HEADS, GROUP, DIM, generator=generator).bfloat16()
+    key[list(NEEDLES)] = 12 * query.mean(dim=2)
+    return query, key, value, torch.randperm(TOKENS // 64, generator=generator)
 
 
 def found(out: torch.Tensor, needles: torch.Tensor) -> torch.Tensor:
