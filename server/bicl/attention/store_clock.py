@@ -10,6 +10,7 @@ import torch
 
 from bicl.attention.backend import AttentionBackend
 from bicl.attention.pool import LayerCache
+from bicl.attention.rotary import Rotary
 
 __all__ = ["StoreClock", "time_stores"]
 
@@ -86,29 +87,45 @@ class _Span:
 
 
 def time_stores(
-    backend: AttentionBackend, layers: Sequence[LayerCache], num_tokens: int, dtype: torch.dtype
+    backend: AttentionBackend,
+    layers: Sequence[LayerCache],
+    num_tokens: int,
+    dtype: torch.dtype,
+    rotary: tuple[int, int] | None = None,
 ) -> float:
     """Seconds that the stores of all layers add to a CUDA graph in which each follows a short
-    kernel, as it follows the rotation of the keys in a model.
+    kernel, as it follows a product or the rotation of the keys in a model.
 
     Writes to the first slots, which nobody may be using; the device must be idle.
+
+    Args:
+        rotary: query heads and turned dims of a model whose keys are turned where they are stored:
+            what is left of that launch if nothing is stored does not count.
     """
     device = layers[0].device
     room = min(layer.num_pages * layer.layout.page_size for layer in layers)
     slots = torch.arange(num_tokens, device=device) % room
-    shapes = [(num_tokens, of.layout.num_kv_heads, of.layout.head_dim) for of in layers]
-    rows = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-
+    nowhere = torch.full_like(slots, -1)
+    rows = []
+    for layer in layers:
+        heads, dim = layer.layout.num_kv_heads, layer.layout.head_dim
+        row = torch.zeros(num_tokens, heads, dim, dtype=dtype, device=device)
+        turn = None
+        if rotary is not None:
+            query = torch.zeros(num_tokens, rotary[0], dim, dtype=dtype, device=device)
+            angles = torch.zeros(num_tokens, rotary[1], dtype=dtype, device=device)
+            turn = Rotary(query, angles, angles)
+        rows.append((layer, row, turn))
     turns = -(-LEAST_STORES // len(layers))
 
-    def chain(*, stored: bool) -> None:
-        for layer, row in [*zip(layers, rows, strict=True)] * turns:
+    def chain(where: torch.Tensor) -> None:
+        for layer, row, turn in rows * turns:
             row.add_(1)
-            if stored:
-                backend.store(layer, row, row, slots)
+            if where is slots or turn is not None:
+                backend.store(layer, row, row, where, rotary=turn)
 
-    with_stores = _fastest_replay(lambda: chain(stored=True))
-    return max(0.0, with_stores - _fastest_replay(lambda: chain(stored=False))) / turns
+    with_stores = _fastest_replay(lambda: chain(slots))
+    return max(0.0, with_stores - _fastest_replay(lambda: chain(nowhere))) / turns
 
 
 def _fastest_replay(run: Callable[[], None]) -> float:

@@ -34,6 +34,8 @@ class PackedCache(PagedCache):
         meta: the step's metadata; set before every forward call.
         arrivals: copies of pages under way, which each layer joins before it reads them.
         clock: times the store of its layer; ``None``: nothing is timed.
+        rotary_shape: query heads and turned dims of layers that leave turning to ``attend``;
+            ``None``: no layer has done so.
     """
 
     rotates = True
@@ -45,6 +47,7 @@ class PackedCache(PagedCache):
         self.meta: AttentionMetadata | None = None
         self.arrivals: Sequence[Fetch] = ()
         self.clock: StoreClock | None = None
+        self.rotary_shape: tuple[int, int] | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are always given; the models' own guess is never used
@@ -71,6 +74,8 @@ class PackedCache(PagedCache):
         if clock is not None:
             clock.begin()
         queries = query[0].transpose(0, 1)
+        if rows.rotary is not None:
+            self.rotary_shape = queries.shape[1], rows.rotary[0].shape[-1]
         self.backend.store(
             layer,
             rows.key[0].transpose(0, 1),

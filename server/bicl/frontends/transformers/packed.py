@@ -30,6 +30,11 @@ class PackedModel:
         # all rows, from which the chosen ones are taken.
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
 
+    @property
+    def rotary_shape(self) -> tuple[int, int] | None:
+        """See :class:`PackedCache`; known after a first step."""
+        return self._cache.rotary_shape
+
     def __call__(
         self,
         input_ids: torch.Tensor,

@@ -138,7 +138,8 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = self._model(*arguments)
             pool = pool or graph.pool()
-            seconds = time_stores(self._backend, self._layers, size, self._dtype)
+            rotary = self._model.rotary_shape
+            seconds = time_stores(self._backend, self._layers, size, self._dtype, rotary)
             self._graphs[size, sparse] = _Graph(graph, logits, seconds)
         self._copied.record()
 
