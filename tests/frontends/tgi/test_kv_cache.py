@@ -10,7 +10,6 @@ import pytest
 import torch
 from compare import same_precision_attention
 
-from bicl.frontends.tgi import attention as attention_module
 from bicl.frontends.tgi import kv_cache as module
 from bicl.frontends.tgi.attention import attention, paged_attention
 from bicl.frontends.tgi.config import OverlayConfig, overlay_config
@@ -159,19 +158,6 @@ def test_speculated_rows_are_longer_than_the_sequence_bound() -> None:
     step = seqlen([1, 2, 3], [62, 62, 62], prefill=False, max_k=63)
     out = decode(layer, query, step, table_of(table, table, table), 65)
     close(out, torch.cat([layer.truth(table, query[i : i + 1], 63 + i) for i in range(3)]))
-
-
-def test_bound_that_was_cut_down_to_the_window_is_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """3.2.1 hands over at most the window as max_s, though whole sequences are stored; max_k does
-    not count the drafts."""
-    monkeypatch.setattr(attention_module, "drafts_a_step", lambda: 2)
-    layer, table = Layer(), [4, 8]
-    layer.write([table], [0], [98])
-    query = layer.write([table], [98], [3])
-    step = seqlen([1, 2, 3], [98, 98, 98], prefill=False, max_k=99)
-    out = decode(layer, query, step, table_of(table, table, table), 48, window_size_left=48)
-    rows = [layer.truth(table, query[i : i + 1], 99 + i, window_left=48) for i in range(3)]
-    close(out, torch.cat(rows))
 
 
 def test_rejected_drafts_are_overwritten_back_across_a_page_edge() -> None:

@@ -12,7 +12,7 @@ import torch
 from bicl.errors import ConfigError
 from bicl.frontends.tgi.probe import try_pages
 from bicl.frontends.tgi.upstream import Release
-from bicl.frontends.tgi.upstream_patches import _check_model
+from bicl.frontends.tgi.upstream_patches import _check_model, _keep_bounds
 
 NEW, OLD = Release(("3.3.7",), ()), Release(("3.1.0",), ("sliding windows",))
 
@@ -57,6 +57,13 @@ def refusal(model: Any, release: Release = NEW) -> str:
     with pytest.raises(ConfigError) as caught:
         _check_model(model, release)
     return str(caught.value)
+
+
+def test_bounds_are_not_cut_down_to_a_window_where_whole_sequences_are_stored() -> None:
+    for release, bound in ((NEW, None), (OLD, 4096)):
+        model = FlashCausalLM(max_past=lambda: 4096)
+        _keep_bounds(model, release)
+        assert model.max_past() == bound
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 96, 100, 120, 128, 192, 256])

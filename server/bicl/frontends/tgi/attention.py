@@ -12,7 +12,7 @@ import torch
 
 from bicl.attention.metadata import AttentionMetadata
 from bicl.frontends.tgi.hysparse import shard_sparsity
-from bicl.frontends.tgi.kv_cache import KVCache, KVScales, drafts_a_step
+from bicl.frontends.tgi.kv_cache import KVCache, KVScales
 
 __all__ = ["SUPPORTS_WINDOWING", "attention", "paged_attention"]
 
@@ -60,8 +60,6 @@ def paged_attention(
 
     The bound is ``max_s``: ``seqlen.max_k`` does not count the drafts.
     """
-    if max_s < seqlen.max_k:  # 3.2.1 cuts it down to the window, as if the cache were a ring
-        max_s = seqlen.max_k + drafts_a_step()
     meta = _step_metadata(seqlen, block_tables, kv_cache, max_s, True, decode=True)
     window = -1 if window_size_left is None else window_size_left
     return kv_cache.attend(query, meta, scale=softmax_scale, window_left=window, softcap=softcap)

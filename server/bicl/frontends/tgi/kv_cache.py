@@ -17,14 +17,7 @@ from bicl.cache.layout import PageLayout
 from bicl.errors import BiclError
 from bicl.frontends.tgi.config import overlay_config
 
-__all__ = [
-    "KVCache",
-    "KVScales",
-    "drafts_a_step",
-    "get_kv_scales",
-    "nominal_share",
-    "shard_backend",
-]
+__all__ = ["KVCache", "KVScales", "get_kv_scales", "nominal_share", "shard_backend"]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -180,18 +173,12 @@ def shard_backend(device_type: str) -> AttentionBackend:
     """The backend of this process."""
     if device_type != "cuda":
         return make_backend(device_type)
+    from text_generation_server.utils.speculate import get_speculate
+
     from bicl.attention.cuda import CudaBackend
 
     # With drafts, tokens that this step stores can lie in pages that an early start would read.
-    return CudaBackend(deterministic=overlay_config().deterministic, pdl=not drafts_a_step())
-
-
-def drafts_a_step() -> int:
-    """``--speculate``."""
-    from text_generation_server.utils.speculate import get_speculate
-
-    drafts: int = get_speculate()
-    return drafts
+    return CudaBackend(deterministic=overlay_config().deterministic, pdl=not get_speculate())
 
 
 @functools.cache

@@ -87,6 +87,7 @@ def _check_models(module: Any, *, release: Release) -> None:
         model = get_model(*args, **kwargs)
         given = inspect.signature(get_model).bind(*args, **kwargs).arguments
         model.bicl_revision = given.get("revision")
+        _keep_bounds(model, release)
         try:
             _check_model(model, release)
         except ConfigError as error:
@@ -102,6 +103,13 @@ def _check_models(module: Any, *, release: Release) -> None:
         return model
 
     module.get_model = checked_get_model
+
+
+def _keep_bounds(model: Any, release: Release) -> None:
+    """3.2.1 stores whole sequences, but cuts the longest one's length down to the window, as if the
+    cache were still a ring: its rotary table is then too short for the positions behind."""
+    if release.windows and hasattr(model, "max_past"):
+        model.max_past = lambda: None
 
 
 def _check_model(model: Any, release: Release) -> None:
