@@ -4,10 +4,11 @@
 
     python -m bench.tgi.check --jobs 24 --out bench/results/tgi-checks-h200.json
     python -m bench.tgi.check llama llama-speculate2
+    python -m bench.tgi.check --cpu --jobs 2 --out bench/results/tgi-checks-cpu.json
 
 A request's tokens must be those of the same prompt alone, or as likely; where there are adapters,
 those of transformers in float32: a shard that leaves them out agrees with itself. Two ranks are
-compared with one.
+compared with one. ``--cpu``: in float32, and the tokens are those of plain transformers.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from typing import Any
 import torch
 
 from bench.record import save
-from bench.tgi.step import describe, gpu_environment
+from bench.tgi.step import ROOT, describe, gpu_environment
 from bicl.frontends.tgi.selftest.bench import Bench
-from bicl.frontends.tgi.selftest.runner import START, Machine, Result, run_cases, running
+from bicl.frontends.tgi.selftest.runner import START, Machine, Result, on_cpu, run_cases, running
 from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
 
 GPU = Machine(
@@ -39,15 +40,16 @@ GPU = Machine(
     ("--dtype", "bfloat16"),
     half=True,
 )
+CPU = on_cpu(ROOT / "patches" / "hook")
 
 
-def check(name: str, only: Collection[str], until: float) -> list[Result]:
+def check(name: str, machine: Machine, only: Collection[str], until: float) -> list[Result]:
     """Every case of a scenario, or those of ``only``. None begins after ``until``."""
     torch.set_num_threads(1)
     results = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        closing(_results(name, Path(folder), only)) as found,
+        closing(_results(name, machine, Path(folder), only)) as found,
     ):
         for result in found:
             mark = "FAIL" if result.problem else "ok"
@@ -62,13 +64,15 @@ def check(name: str, only: Collection[str], until: float) -> list[Result]:
     return results
 
 
-def _results(name: str, folder: Path, only: Collection[str]) -> Generator[Result, None, None]:
+def _results(
+    name: str, machine: Machine, folder: Path, only: Collection[str]
+) -> Generator[Result, None, None]:
     begin, started = time.monotonic(), False
     try:
-        with running(name, folder, GPU) as bench:
+        with running(name, folder, machine) as bench:
             started = True
             yield Result(name, START, time.monotonic() - begin)
-            if name == "llama" and not only:
+            if machine.half and name == "llama" and not only:
                 compare_logprobs(bench)
             yield from run_cases(name, bench, only)
             if bench.router.speculate:
@@ -115,24 +119,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scenarios", nargs="*", help="default: all that these GPUs can run")
     parser.add_argument("--case", action="append", default=[], help="only this one; repeatable")
+    parser.add_argument("--cpu", action="store_true", help="in float32, without a GPU")
     parser.add_argument("--jobs", type=int, default=1, help="shards at a time")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no case after this")
     parser.add_argument("--out", type=Path, help="write results here, as JSON")
     options = parser.parse_args()
     until = time.time() + options.seconds
-    gpus = torch.cuda.device_count()
-    names = options.scenarios or [n for n, s in SCENARIOS.items() if s.world_size <= gpus]
+    machine = CPU if options.cpu else GPU
+    most = 2 if options.cpu else torch.cuda.device_count()
+    names = options.scenarios or [n for n, s in SCENARIOS.items() if s.world_size <= most]
     rows: list[dict[str, Any]] = []
     # A server that has imported what the processes need: two dozen would else do so at once.
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([__spec__.name])
+    processes.set_forkserver_preload(["bicl.frontends.tgi.selftest.runner"])
     with ProcessPoolExecutor(options.jobs, mp_context=processes) as pool:
-        for done in as_completed([pool.submit(check, name, options.case, until) for name in names]):
+        jobs = [pool.submit(check, name, machine, options.case, until) for name in names]
+        for done in as_completed(jobs):
             for each in done.result():
                 facts = asdict(each) | {"seconds": round(each.seconds, 2)}
                 rows.append({"op": "check", **facts, "problem": each.problem[-400:]})
             if options.out:
-                what = "cases of the self-test in the real shard, bf16, graphs"
+                how = "float32 on the CPU" if options.cpu else "bf16, graphs"
+                what = f"cases of the self-test in the real shard, {how}"
                 save(options.out, describe(what), rows)
     failed = sum(bool(row["problem"]) for row in rows)
     print(f"{len(rows) - failed} held, {failed} failed")

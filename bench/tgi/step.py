@@ -30,8 +30,10 @@ import torch
 from safetensors.torch import save_file
 
 from bench.record import machine, save
+from bicl.frontends.tgi.hook import find_package
 from bicl.frontends.tgi.selftest.router import Router, Sequence, request_of
 from bicl.frontends.tgi.selftest.shard import ShardFailed, Shards
+from bicl.frontends.tgi.upstream import identify, read_upstream
 
 ROOT = Path(__file__).parents[2]
 STANDINS = Path(__file__).parent / "standins"
@@ -270,7 +272,8 @@ def describe(what: str) -> dict[str, Any]:
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    return machine(what=what, **found)
+    upstream = read_upstream(ROOT / "patches" / "UPSTREAM")
+    return machine(what=what, tgi=identify(find_package(), upstream).name, **found)
 
 
 def main() -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from bicl.frontends.tgi.selftest.cases import CASES, CHUNKING
 from bicl.frontends.tgi.selftest.matrix import FEATURES, ON_CARD, matrix
 from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
 
 COLUMNS = [*FEATURES, ON_CARD]
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "bench" / "results"
 
 
-def line(scenario: str, case: str, problem: str = "") -> str:
-    return json.dumps({"scenario": scenario, "case": case, "seconds": 1, "problem": problem})
+def line(scenario: str, case: str, problem: str = "") -> dict[str, str]:
+    return {"scenario": scenario, "case": case, "problem": problem}
 
 
 def row(text: str, scenario: str) -> list[str]:
@@ -20,7 +23,7 @@ def row(text: str, scenario: str) -> list[str]:
     return [cell.strip() for cell in found.split("|")[2:-1]]
 
 
-def all_held(scenario: str) -> list[str]:
+def all_held(scenario: str) -> list[dict[str, str]]:
     return [line(scenario, case) for case in ("start_and_warm_up", *SCENARIOS[scenario].cases)]
 
 
@@ -33,7 +36,7 @@ def test_every_case_has_a_column() -> None:
 def test_matrix_says_yes_only_if_every_case_held() -> None:
     marks = dict(zip(COLUMNS, row(matrix(all_held("llama")), "llama"), strict=True))
     unmarked = {name for name, mark in marks.items() if mark != "yes"}
-    assert unmarked == {"adapters", "host cache", "disk cache", ON_CARD}
+    assert unmarked == {"adapters", "host cache", "disk cache", "tiles left out", ON_CARD}
     failed = [*all_held("llama"), line("llama", "chunked_prompt", "wrong token")]
     marks = dict(zip(COLUMNS, row(matrix(failed), "llama"), strict=True))
     assert marks["chunks"] == "NO"
@@ -52,10 +55,19 @@ def test_what_tgi_lacks_is_marked() -> None:
 
 
 def test_the_card_has_a_column_of_its_own() -> None:
-    checks = [json.loads(each) for each in all_held("llama")]
+    checks = all_held("llama")
     assert row(matrix([], checks), "llama")[-1] == "yes"
     assert row(matrix([], checks[1:]), "llama")[-1] == f"{len(checks) - 1} of {len(checks)}"
     assert row(matrix([], []), "llama")[-1] == "?"
     checks[-1]["problem"] = "wrong token"
     assert row(matrix([], checks), "llama")[-1] == "NO"
     assert row(matrix([], checks), "llama-tp2")[-1] == "?"
+
+
+def test_page_is_that_of_the_result_files() -> None:
+    """``bicl.frontends.tgi.selftest.matrix bench/results/tgi-checks-*.json`` writes it."""
+    on_cpu, *on_cards = sorted(RESULTS.glob("tgi-checks-*.json"))
+    assert on_cpu.name == "tgi-checks-cpu.json"
+    rows = [row for path in on_cards for row in json.loads(path.read_text())["rows"]]
+    page = (ROOT / "docs" / "support-matrix.md").read_text()
+    assert page == matrix(json.loads(on_cpu.read_text())["rows"], rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_flags_and_variables_are_documented() -> None:
     for flag in OUR_FLAGS:
         assert flag.name in PAGE, flag.name
     read = {name for path in SOURCES for name in re.findall(r"BICL_[A-Z_]+[A-Z]", path.read_text())}
-    for name in read - {"BICL_TGI"}:
+    for name in read - {"BICL_TGI"} - {flag.env for flag in OUR_FLAGS}:  # named like their flags
         assert name in PAGE, name
 
 
@@ -68,3 +69,13 @@ def test_tables_are_those_of_the_result_files() -> None:
     split = split_table(steps, attention_rows(ROOT / KERNELS))
     for table in (step_table(steps), parts_table(steps), split):
         assert table in PAGE
+
+
+def test_releases_that_ran_are_those_of_the_result_files() -> None:
+    for path in (ROOT / "bench" / "results").glob("tgi-release-*.json"):
+        name, found = path.stem.removeprefix("tgi-release-"), json.loads(path.read_text())
+        first, _, last = found["meta"]["tgi"].partition("-")
+        assert first <= name <= (last or first)
+        assert not [row for row in found["rows"] if row["problem"]]
+        (line,) = (x for x in PAGE.splitlines() if name in x and "cases each" in x)
+        assert f": {len(found['rows'])} cases each" in line

@@ -85,7 +85,7 @@ class _Audit:
     """The shard's side.
 
     Args:
-        every: compare the attention of every n-th step.
+        every: compare the attention of every n-th step; 0: watch none (lossy caches).
         places: which layers to watch, as shares of the depth.
     """
 
@@ -101,11 +101,11 @@ class _Audit:
 
     def watch(self, caches: list[Any]) -> None:
         self.caches, self.watched = caches, {}
+        if not self.every:
+            return
         for index in {round(place * (len(caches) - 1)) for place in self.places if caches}:
             cache = caches[index]
             layout, pages = cache.layer.layout, cache.layer.num_pages
-            if layout.element_bytes == 1:
-                continue  # a lossy cache; its tokens are compared with each other instead
             shape = (pages * layout.page_size, layout.num_kv_heads, layout.head_dim)
             key, value = (
                 torch.full(shape, float("nan"), dtype=layout.dtype, device=cache.layer.device)
@@ -148,7 +148,7 @@ class _Audit:
 
     def end_step(self) -> None:
         self.steps += 1
-        if self.steps % self.every:
+        if not self.watched or self.steps % self.every:
             return
         in_graph = self.replayed is not None
         for layer in self.watched.values():
@@ -201,6 +201,11 @@ class _Audit:
 
             tiers = prefixes.shard_tiers()
             return tiers is None or tiers.settle(0)
+        if command == "skipped":
+            from bicl.frontends.tgi.hysparse import shard_sparsity
+
+            sparsity = shard_sparsity()
+            return 0 if sparsity is None else sparsity.counters.tiles_skipped
         if command == "cached":
             return self.cached[pages[0]]
         if command == "largest":
@@ -374,6 +379,10 @@ class Auditor:
     def cached_tokens(self, request: int) -> list[int]:
         """By rank, prompt tokens that a request did not compute."""
         return self._ask("cached", [request])
+
+    def tiles_skipped(self) -> list[int]:
+        """By rank, tiles that HySparse left out since the start."""
+        return self._ask("skipped")
 
     def largest_steps(self) -> list[int]:
         """By rank, the most query tokens of a step outside graphs since this was last asked."""

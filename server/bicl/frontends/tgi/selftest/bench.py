@@ -30,6 +30,8 @@ class Bench:
         kv_bytes: bytes of a stored element.
         exact: tokens equal plain transformers; else (lossy caches) those of the same prompt alone
             and in one piece.
+        lossy: attention reads less than was stored, or something else: what it gives is not
+            compared with float32.
         tie: how much less likely than the best token, in log-probability and by the run that it is
             compared with, the first different token may be: in half precision on a GPU the other
             layers round differently from batch to batch. After it the two go their own ways.
@@ -46,6 +48,7 @@ class Bench:
     free_bytes: int
     kv_bytes: int = 4
     exact: bool = True
+    lossy: bool = False
     tie: float = 0.0
     new_tokens: int = 12
     prefixes: bool = True

@@ -1,8 +1,8 @@
-"""``python -m bicl.frontends.tgi.selftest.matrix RESULTS.jsonl [CHECKS.json ...]``: the support
-matrix in Markdown.
+"""``python -m bicl.frontends.tgi.selftest.matrix CPU.json [GPU.json ...]``: the support matrix in
+Markdown.
 
-Every mark comes from a case that ran against TGI's real shard; see ``--json`` of the self-test and,
-for the last column, ``--out`` of ``bench.tgi.check``.
+Every mark comes from a case that ran against TGI's real shard: the files are ``--out`` of
+``bench.tgi.check``, those of GPUs for the last column.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "chunks_after_the_host_tier",
     ),
     "disk cache": ("prefix_survives_a_restart",),
+    "tiles left out": ("tiles_are_left_out",),
     "adapters": ("adapters_side_by_side", "pages_of_another_adapter"),
     "random traffic": ("random_traffic", "every_page_is_accounted_for"),
 }
@@ -57,17 +58,17 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
 
 HEAD = """# Support matrix
 
-Written from the results of the tests with text-generation-inference's real shard (float32, CPU);
-do not edit. Tokens equal those of plain transformers, or, for fp8 caches, those of the same prompt
-alone and in one piece. Pages are full of NaN before they are written. In the column of random
-traffic, free pages must stay so, and attention inside the shard is compared with PyTorch's over
-keys and values kept apart from the pages (not for fp8). The last column: the same cases in
-bfloat16 on GPUs with CUDA graphs and our kernels (`bench/results/tgi-checks-*h200.json`), where
-tokens are those of the same prompt alone, or as likely; with adapters those of transformers, and
-of two GPUs those of one.
+Written from the results of the tests with text-generation-inference's real shard (float32, CPU,
+`bench/results/tgi-checks-cpu.json`); do not edit. Tokens equal those of plain transformers, or, for
+fp8 caches and where tiles are left out, those of the same prompt alone and in one piece. Pages are
+full of NaN before they are written. In the column of random traffic, free pages must stay so, and
+attention inside the shard is compared with PyTorch's over keys and values kept apart from the pages
+(but for the same two). The last column: the same cases in bfloat16 on GPUs with CUDA graphs and our
+kernels (`bench/results/tgi-checks-h200*.json`), where tokens are those of the same prompt alone, or
+as likely; with adapters those of transformers, and of two GPUs those of one.
 
 `yes`: all cases of the column hold. `-`: text-generation-inference does not do it there, or the
-row has no adapters, no host cache or no disk cache.
+row has no adapters, no host cache, no disk cache or no HySparse.
 `NO`: a case fails. `?`: not run. `n of m`: so many cases ran there, and held.
 """
 
@@ -75,10 +76,12 @@ row has no adapters, no host cache or no disk cache.
 ON_CARD = "on an H200"
 
 
-def matrix(lines: Iterable[str], on_card: Iterable[Mapping[str, str]] = ()) -> str:
-    """The page, from the self-test's JSON lines and the rows of the checks on a GPU; the last
-    result of a case counts."""
-    problems = {(r["scenario"], r["case"]): r["problem"] for r in map(json.loads, lines)}
+Rows = Iterable[Mapping[str, str]]
+
+
+def matrix(on_cpu: Rows, on_card: Rows = ()) -> str:
+    """The page, from the rows of the checks; the last result of a case counts."""
+    problems = {(r["scenario"], r["case"]): r["problem"] for r in on_cpu}
     there = {(r["scenario"], r["case"]): r["problem"] for r in on_card}
     columns = [*FEATURES, ON_CARD]
     rows = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
@@ -91,12 +94,6 @@ def matrix(lines: Iterable[str], on_card: Iterable[Mapping[str, str]] = ()) -> s
         marks.append(_part([there.get((name, case)) for case in known]))
         rows.append(f"| {name} | " + " | ".join(marks) + " |")
     return HEAD + "\n" + "\n".join(rows) + "\n"
-
-
-def rows_of(checks: str) -> list[dict[str, str]]:
-    """Of a result file of ``bench.tgi.check``."""
-    found = json.loads(checks)
-    return [row for run in found.get("runs", [found]) for row in run["rows"]]
 
 
 def _part(outcomes: list[str | None]) -> str:
@@ -117,5 +114,5 @@ def _mark(outcomes: list[str | None]) -> str:
 
 
 if __name__ == "__main__":
-    results, *checks = (Path(name).read_text() for name in sys.argv[1:])
-    sys.stdout.write(matrix(results.splitlines(), [row for c in checks for row in rows_of(c)]))
+    first, *others = (json.loads(Path(name).read_text())["rows"] for name in sys.argv[1:])
+    sys.stdout.write(matrix(first, [row for rows in others for row in rows]))

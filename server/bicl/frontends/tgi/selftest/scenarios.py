@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from bicl.frontends.tgi.selftest.bench import Bench
-from bicl.frontends.tgi.selftest.cases import ADAPTERS, CASES, CHUNKING, DISK, HOST, PREFIXES
+from bicl.frontends.tgi.selftest.cases import (
+    ADAPTERS,
+    CASES,
+    CHUNKING,
+    DISK,
+    HOST,
+    PREFIXES,
+    SPARSE,
+)
 
 __all__ = ["SCENARIOS", "Scenario"]
 
@@ -21,6 +29,7 @@ class Scenario:
         without: cases that cannot apply, because TGI itself lacks the feature there.
         adapters: LoRA adapters of the model to load.
         host_cache: there is a host tier below the pages, ``disk_cache``: and a disk below that.
+        sparse: HySparse leaves tiles out.
         free_bytes: memory that the shard is told to have.
         kv_bytes, exact, new_tokens: as in :class:`Bench`.
     """
@@ -33,6 +42,7 @@ class Scenario:
     adapters: tuple[str, ...] = ()
     host_cache: bool = False
     disk_cache: bool = False
+    sparse: bool = False
     free_bytes: int = 64 << 20
     kv_bytes: int = 4
     exact: bool = True
@@ -44,6 +54,7 @@ class Scenario:
         left_out |= set() if self.adapters else set(ADAPTERS)
         left_out |= set() if self.host_cache else set(HOST)
         left_out |= set() if self.disk_cache else set(DISK)
+        left_out |= set() if self.sparse else set(SPARSE)
         return {name: case for name, case in CASES.items() if name not in left_out}
 
     @property
@@ -104,6 +115,26 @@ SCENARIOS = {
         },
         without=("capacity_fills_the_memory_and_no_more",),  # an index lies beside the pages
         host_cache=True,
+    ),
+    "llama-hysparse": Scenario(
+        "llama",
+        environment={
+            "BICL_ENABLE_HYSPARSE": "1",
+            "BICL_HYSPARSE_FORCE": "1",
+            "BICL_HYSPARSE_FLOOR_TOKENS": "192",
+            "BICL_HYSPARSE_MIN_SKIPPED_MB": "0",
+            "BICL_HYSPARSE_SPARSITY_RATIO": "0.5",
+            "BICL_HYSPARSE_MIN_MASS_KEPT": "0",  # of a random model's attention little is kept
+            "BICL_HYSPARSE_MAX_ENTROPY_RISE": "100",
+        },
+        without=(
+            "capacity_fills_the_memory_and_no_more",
+            # A row beside a prefill is dense, so its tokens depend on who comes meanwhile.
+            "random_traffic",
+            "every_page_is_accounted_for",
+        ),
+        sparse=True,
+        exact=False,
     ),
     "qwen3-host-cache": Scenario(
         "qwen3", environment=HOST_CACHE, without=CHUNKING, host_cache=True
