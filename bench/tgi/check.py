@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import asdict
@@ -40,50 +40,54 @@ GPU = Machine(
     ("--dtype", "bfloat16"),
     half=True,
 )
+Row = dict[str, Any]
 CPU = on_cpu(ROOT / "patches" / "hook")
 
 
-def check(name: str, machine: Machine, only: Collection[str], until: float) -> list[Result]:
+def check(name: str, machine: Machine, only: Collection[str], until: float) -> list[Row]:
     """Every case of a scenario, or those of ``only``. None begins after ``until``."""
     torch.set_num_threads(1)
-    results = []
+    rows = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        closing(_results(name, machine, Path(folder), only)) as found,
+        closing(_rows(name, machine, Path(folder), only)) as found,
     ):
-        for result in found:
-            mark = "FAIL" if result.problem else "ok"
-            print(
-                f"{mark:<5}{name} {result.case} {result.seconds:.1f} s {result.problem[-400:]}",
-                flush=True,
-            )
-            results.append(result)
+        for row in found:
+            mark = "FAIL" if row.get("problem") else "ok"
+            print(f"{mark:<5}{name}", *list(row.values())[2:], flush=True)
+            rows.append(row)
             if time.time() > until:
                 print(f"{name}: no time for what follows", flush=True)
                 break
-    return results
+    return rows
 
 
-def _results(
+def _rows(
     name: str, machine: Machine, folder: Path, only: Collection[str]
-) -> Generator[Result, None, None]:
+) -> Generator[Row, None, None]:
     begin, started = time.monotonic(), False
     try:
         with running(name, folder, machine) as bench:
             started = True
-            yield Result(name, START, time.monotonic() - begin)
+            yield _row(Result(name, START, time.monotonic() - begin))
             if machine.half and name == "llama" and not only:
-                compare_logprobs(bench)
-            yield from run_cases(name, bench, only)
+                yield from compare_logprobs(name, bench)
+            yield from map(_row, run_cases(name, bench, only))
             if bench.router.speculate:
-                print(f"{name}: {bench.router.accepted_drafts} drafts accepted", flush=True)
+                yield {"op": "drafts", "scenario": name, "accepted": bench.router.accepted_drafts}
     except Exception:
         case = "end" if started else START
-        yield Result(name, case, time.monotonic() - begin, traceback.format_exc())
+        yield _row(Result(name, case, time.monotonic() - begin, traceback.format_exc()))
 
 
-def compare_logprobs(bench: Bench) -> None:
-    """Differences of the chosen tokens' log-probabilities, over prompts and decode steps."""
+def _row(result: Result) -> Row:
+    short = {"seconds": round(result.seconds, 2), "problem": result.problem[-400:]}
+    return {"op": "check", **asdict(result), **short}
+
+
+def compare_logprobs(name: str, bench: Bench) -> Iterator[Row]:
+    """How far the chosen tokens' log-probabilities are from float32, over prompts and decode
+    steps: the shard's, and those of plain transformers in bf16."""
     from transformers import AutoModelForCausalLM
 
     exact = bench.model._model.cuda()
@@ -106,12 +110,15 @@ def compare_logprobs(bench: Bench) -> None:
         got = torch.tensor(sequence.logprobs, device="cuda")
         ours += (got - truth).abs().tolist()
         theirs += (bf16 - truth).abs().tolist()
-    for name, values in (("shard", ours), ("transformers bf16", theirs)):
-        print(
-            f"log-probability beside float32, {name}: mean {statistics.mean(values):.4f}, "
-            f"max {max(values):.4f} over {len(values)} tokens",
-            flush=True,
-        )
+    for whose, values in (("shard", ours), ("transformers", theirs)):
+        yield {
+            "op": "logprob",
+            "scenario": name,
+            "impl": whose,
+            "mean": round(statistics.mean(values), 4),
+            "worst": round(max(values), 4),
+            "tokens": len(values),
+        }
     bench.model._model.cpu()
 
 
@@ -128,22 +135,21 @@ def main() -> int:
     machine = CPU if options.cpu else GPU
     most = 2 if options.cpu else torch.cuda.device_count()
     names = options.scenarios or [n for n, s in SCENARIOS.items() if s.world_size <= most]
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     # A server that has imported what the processes need: two dozen would else do so at once.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["bicl.frontends.tgi.selftest.runner"])
     with ProcessPoolExecutor(options.jobs, mp_context=processes) as pool:
         jobs = [pool.submit(check, name, machine, options.case, until) for name in names]
         for done in as_completed(jobs):
-            for each in done.result():
-                facts = asdict(each) | {"seconds": round(each.seconds, 2)}
-                rows.append({"op": "check", **facts, "problem": each.problem[-400:]})
+            rows += done.result()
             if options.out:
                 how = "float32 on the CPU" if options.cpu else "bf16, graphs"
                 what = f"cases of the self-test in the real shard, {how}"
                 save(options.out, describe(what), rows)
-    failed = sum(bool(row["problem"]) for row in rows)
-    print(f"{len(rows) - failed} held, {failed} failed")
+    problems = [row["problem"] for row in rows if row["op"] == "check"]
+    failed = sum(map(bool, problems))
+    print(f"{len(problems) - failed} held, {failed} failed")
     return 1 if failed else 0
 
 

@@ -76,6 +76,7 @@ def test_releases_that_ran_are_those_of_the_result_files() -> None:
         name, found = path.stem.removeprefix("tgi-release-"), json.loads(path.read_text())
         first, _, last = found["meta"]["tgi"].partition("-")
         assert first <= name <= (last or first)
-        assert not [row for row in found["rows"] if row["problem"]]
+        problems = [row["problem"] for row in found["rows"] if "case" in row]
+        assert not any(problems)
         (line,) = (x for x in PAGE.splitlines() if name in x and "cases each" in x)
-        assert f": {len(found['rows'])} cases each" in line
+        assert f": {len(problems)} cases each" in line

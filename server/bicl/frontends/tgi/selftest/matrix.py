@@ -81,8 +81,10 @@ Rows = Iterable[Mapping[str, str]]
 
 def matrix(on_cpu: Rows, on_card: Rows = ()) -> str:
     """The page, from the rows of the checks; the last result of a case counts."""
-    problems = {(r["scenario"], r["case"]): r["problem"] for r in on_cpu}
-    there = {(r["scenario"], r["case"]): r["problem"] for r in on_card}
+    problems, there = (
+        {(row["scenario"], row["case"]): row["problem"] for row in rows if "case" in row}
+        for rows in (on_cpu, on_card)
+    )
     columns = [*FEATURES, ON_CARD]
     rows = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, scenario in SCENARIOS.items():
