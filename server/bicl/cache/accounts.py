@@ -14,6 +14,7 @@ from bicl.cache.arrivals import Arrivals
 from bicl.cache.integrity import check_counts, check_index
 from bicl.cache.keys import HashFunction, Namespace, TokenIds, pack_ids, root_key, sha256
 from bicl.cache.pins import PinTable
+from bicl.cache.policy import DEFAULT_POLICY
 from bicl.cache.prefixes import Prefixes
 from bicl.cache.radix import RadixIndex
 from bicl.cache.sequence import SequencePages
@@ -42,6 +43,7 @@ class PageAccounts:
         max_pinned_pages: pages that pins may protect together; default half the usable ones.
         tiers: where full pages are saved to and come back from. The manager calls it on the
             thread, and with the stream, on which the pages are computed.
+        eviction_policy: which prefix leaves the pool first, by name.
         clock: seconds that only grow, for expiry and ages.
         hash_function: names pages. Lookups compare token ids and do not depend on it.
 
@@ -60,6 +62,7 @@ class PageAccounts:
         min_copy_tokens: int = 16,
         max_pinned_pages: int | None = None,
         tiers: PageTiers | None = None,
+        eviction_policy: str = DEFAULT_POLICY,
         clock: Callable[[], float] = time.monotonic,
         hash_function: HashFunction = sha256,
     ) -> None:
@@ -74,7 +77,10 @@ class PageAccounts:
         self._clock = clock
         self._allocator = PageAllocator(num_pages, reserved_pages)
         self._index = RadixIndex(
-            page_size, lambda space: root_key(space, model_revision, hash_function), hash_function
+            page_size,
+            lambda space: root_key(space, model_revision, hash_function),
+            hash_function,
+            eviction_policy,
         )
         if max_pinned_pages is None:
             max_pinned_pages = self.usable_pages // 2

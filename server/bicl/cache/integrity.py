@@ -61,7 +61,7 @@ def _check_children(node: Node, page_bytes: int) -> None:
 
 
 def _check_queue(index: RadixIndex, nodes: list[Node]) -> None:
-    place = {id(node): number for number, node in enumerate(index.unlocked)}
+    place = {id(node): number for number, node in enumerate(index.order.candidates())}
     unlocked = {id(node) for node in nodes if node.refs == 0}
     _require(set(place) == unlocked, "the eviction queue does not hold exactly what is unlocked")
     for node in nodes:

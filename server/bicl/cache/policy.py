@@ -14,17 +14,20 @@ K = TypeVar("K", bound=Hashable)
 
 
 class EvictionPolicy(Protocol[K]):
-    """An order of items. The store calls ``touch`` for every use after the first.
+    """An order of items.
 
     A store whose items depend on one another (pages of a chain) takes the first candidate's last
-    dependent in its place, so a policy need not know of chains.
+    dependent in its place, or touches dependents first, so a policy need not know of chains.
     """
 
-    def add(self, item: K) -> None:
-        """A new item."""
-
     def touch(self, item: K) -> None:
-        """An item was used."""
+        """An item was used, a new one for the first time. A candidate from now on."""
+
+    def hold(self, item: K) -> None:
+        """An item is in use and no candidate until it is touched. It may be new."""
+
+    def inherit(self, item: K, other: K) -> None:
+        """A new item was a part of another one until now. It is held."""
 
     def postpone(self, item: K) -> None:
         """An item may not leave now: do not name it first again soon. No use of it."""
@@ -43,12 +46,15 @@ class Lru:
     def __init__(self, capacity: int) -> None:
         self._items: OrderedDict[Hashable, None] = OrderedDict()
 
-    def add(self, item: Hashable) -> None:
+    def touch(self, item: Hashable) -> None:
         self._items[item] = None
         self._items.move_to_end(item)
 
-    def touch(self, item: Hashable) -> None:
-        self._items.move_to_end(item)
+    def hold(self, item: Hashable) -> None:
+        self._items.pop(item, None)
+
+    def inherit(self, item: Hashable, other: Hashable) -> None:
+        pass
 
     def postpone(self, item: Hashable) -> None:
         self._items.move_to_end(item)
@@ -75,13 +81,15 @@ class LfuAged:
         self._numbers = itertools.count()
         self._floor = 0
 
-    def add(self, item: Hashable) -> None:
-        self._uses[item] = 0
-        self.touch(item)
-
     def touch(self, item: Hashable) -> None:
-        self._uses[item] += 1
-        self._enter(item, self._floor + self._uses[item])
+        uses = self._uses[item] = self._uses.get(item, 0) + 1
+        self._enter(item, self._floor + uses)
+
+    def hold(self, item: Hashable) -> None:
+        self._entries.pop(item, None)
+
+    def inherit(self, item: Hashable, other: Hashable) -> None:
+        self._uses[item] = self._uses.get(other, 0)
 
     def postpone(self, item: Hashable) -> None:
         self._enter(item, self._floor + self._uses[item] + 1)

@@ -8,9 +8,9 @@ so the best page to copy from needs no further search. No hash takes part in a l
 A *partial leaf* holds one page that is not full. Nothing follows it; it serves only as the source
 of a copy.
 
-A lock on a node stands for its whole path: ``refs`` counts the locks on a node and below it.
-Unlocked nodes wait in one queue in the order of their last use. A path is queued leaf first, so a
-node's descendants always stand before it and the head of the queue is a leaf.
+A lock on a node stands for its whole path: ``refs`` counts the locks on a node and below it. The
+eviction policy orders the unlocked nodes. A path is unlocked leaf first, and whoever uses a node
+uses its ancestors, so descendants always come before it and the first candidate is a leaf.
 
 The tree handles page ids; the caller owns the reference counts behind them.
 """
@@ -18,10 +18,10 @@ The tree handles page ids; the caller owns the reference counts behind them.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Container
 
 from bicl.cache.keys import ID_BYTES, HashFunction, Namespace, chain_key, sha256
+from bicl.cache.policy import DEFAULT_POLICY, EvictionPolicy, make_policy
 from bicl.cache.radix_nodes import Evicted, Inserted, Match, Node, PartialPage, common_tokens
 
 __all__ = ["RadixIndex"]
@@ -34,8 +34,10 @@ class RadixIndex:
         page_size: tokens a page.
         root_key: key of a namespace's root.
         hash_function: names the pages; lookups do not depend on it.
+        policy: of eviction, by name.
 
     Attributes:
+        order: of the unlocked nodes.
         version: grows with every change after which a :class:`Match` may be out of date.
     """
 
@@ -44,10 +46,12 @@ class RadixIndex:
         page_size: int,
         root_key: Callable[[Namespace], bytes],
         hash_function: HashFunction = sha256,
+        policy: str = DEFAULT_POLICY,
     ) -> None:
         self.page_bytes = page_size * ID_BYTES
         self.roots: dict[Namespace, Node] = {}
-        self.unlocked: OrderedDict[Node, None] = OrderedDict()
+        self.order: EvictionPolicy[Node] = make_policy(policy, 0)
+        self._policy = policy
         self.num_pages = 0
         self.num_locked_pages = 0
         self.version = 0
@@ -133,7 +137,7 @@ class RadixIndex:
             if member is below:
                 return
             if member.refs == 0 and member.parent is not None:
-                del self.unlocked[member]
+                self.order.hold(member)
                 self.num_locked_pages += len(member.pages)
             member.refs += 1
 
@@ -141,17 +145,21 @@ class RadixIndex:
         """Take one lock off ``node``'s path."""
         for member in node.path():
             member.refs -= 1
-            if member.refs == 0 and member.parent is not None:
+            if member.parent is None:
+                continue
+            self.order.touch(member)
+            if member.refs:
+                self.order.hold(member)
+            else:
                 member.last_used = now
-                self.unlocked[member] = None
                 self.num_locked_pages -= len(member.pages)
         self._drop_if_bare(member)
 
     def _cut(self, match: Match) -> Node:
         """A node that ends where the match ends; splits the one the match ends inside of.
 
-        The lower half stays the same object, so that locks on it stay valid. The upper half is
-        queued out of order; the caller locks it next.
+        The lower half stays the same object, so that locks on it stay valid. The caller locks the
+        upper half next.
         """
         node, count = match.node, match.num_node_pages
         parent = node.parent
@@ -165,8 +173,7 @@ class RadixIndex:
         del node.ids[:edge], node.pages[:count], node.keys[:count]
         node.parent = upper
         upper.children, upper.child_ids = [node], [self._first_page(node)]
-        if upper.refs == 0:
-            self.unlocked[upper] = None
+        self.order.inherit(upper, node)
         return upper
 
     # --- insert ------------------------------------------------------------------------------
@@ -202,7 +209,9 @@ class RadixIndex:
         if best is not None and best.num_tokens * ID_BYTES == len(ids):
             return None
         leaf = Node(bytearray(ids), [page], self._chain(node.keys[-1], ids), node, last_used=now)
-        return Inserted(leaf, 0, self._attach(leaf, node))
+        dropped = self._attach(leaf, node)
+        self.order.touch(leaf)
+        return Inserted(leaf, 0, dropped)
 
     def replace(
         self, node: Node, ids: bytes, bad: Container[int], pages: list[int]
@@ -259,7 +268,6 @@ class RadixIndex:
             at -= 1
         parent.child_ids.insert(at, first_page)
         parent.children.insert(at, child)
-        self.unlocked[child] = None
         self.num_pages += len(child.pages)
         return dropped
 
@@ -273,11 +281,13 @@ class RadixIndex:
 
     # --- evict -------------------------------------------------------------------------------
     def evict(self, num_pages: int) -> list[Evicted]:
-        """Take up to ``num_pages`` pages out, least recently used first, ends of chains first."""
+        """Take up to ``num_pages`` pages out, in the policy's order, ends of chains first."""
         evicted = []
         self.version += 1
-        while num_pages > 0 and self.unlocked:
-            node = next(iter(self.unlocked))
+        while num_pages > 0:
+            node = next(self.order.candidates(), None)
+            if node is None:
+                break
             count = min(num_pages, len(node.pages))
             evicted.append(Evicted(node.pages[-count:], node.last_used))
             if count == len(node.pages):
@@ -292,7 +302,7 @@ class RadixIndex:
         """Forget everything, whatever state it is in. Locks are void."""
         self.version += 1
         self.roots.clear()
-        self.unlocked.clear()
+        self.order = make_policy(self._policy, 0)
         self.num_pages = self.num_locked_pages = 0
 
     def clear(self, namespace: Namespace) -> list[int]:
@@ -301,10 +311,9 @@ class RadixIndex:
         pages: list[int] = []
         for node in self.roots.pop(namespace).subtree():
             pages += node.pages
+            self.order.discard(node)
             if node.refs:
                 self.num_locked_pages -= len(node.pages)
-            else:
-                self.unlocked.pop(node, None)  # a bare root is not queued
         self.num_pages -= len(pages)
         return pages
 
@@ -313,7 +322,8 @@ class RadixIndex:
         parent = leaf.parent
         assert parent is not None
         at = self._place(parent, leaf)
-        del parent.child_ids[at], parent.children[at], self.unlocked[leaf]
+        del parent.child_ids[at], parent.children[at]
+        self.order.discard(leaf)
         self.num_pages -= len(leaf.pages)
         self._drop_if_bare(parent)
 

@@ -58,11 +58,13 @@ def adopt_child(pool: SimulatedPool) -> None:
 
 def queue_parent_first(pool: SimulatedPool) -> None:
     pool.serve([*tokens(64), *([7] * 64)], [])
-    pool.manager._index.unlocked.move_to_end(leaf_of(pool), last=False)
+    leaf = leaf_of(pool)
+    for child in leaf.children or [leaf]:
+        pool.manager._index.order.touch(child)
 
 
 def forget_in_queue(pool: SimulatedPool) -> None:
-    pool.manager._index.unlocked.clear()
+    pool.manager._index.order.discard(leaf_of(pool))
 
 
 def miscount_pages(pool: SimulatedPool) -> None:

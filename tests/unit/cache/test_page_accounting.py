@@ -220,7 +220,7 @@ def test_index_is_bounded_by_the_pages() -> None:  # A32
     nodes = [node for root in index.roots.values() for node in root.subtree()]
     assert len(index.roots) <= 8
     assert len(nodes) <= 16
-    assert len(index.unlocked) <= 8
+    assert len(list(index.order.candidates())) <= 8
     assert not pool.manager._live
 
 

@@ -21,7 +21,7 @@ def evict(policy) -> str:
 def test_every_item_is_named_once_and_leaves_once(name: str) -> None:
     policy = make_policy(name, 8)
     for item in "abc":
-        policy.add(item)
+        policy.touch(item)
     policy.touch("a")
     policy.discard("unknown")
     assert sorted(policy.candidates()) == ["a", "b", "c"]
@@ -33,7 +33,7 @@ def test_every_item_is_named_once_and_leaves_once(name: str) -> None:
 def test_item_that_may_not_leave_is_not_named_first_again(name: str) -> None:
     policy = make_policy(name, 8)
     for item in "abc":
-        policy.add(item)
+        policy.touch(item)
     policy.postpone("a")
     assert list(policy.candidates()) == ["b", "c", "a"]
 
@@ -41,21 +41,21 @@ def test_item_that_may_not_leave_is_not_named_first_again(name: str) -> None:
 def test_recent_use_counts_for_lru_and_frequent_use_for_lfu() -> None:
     for kind, victim in ((Lru, "often"), (LfuAged, "late")):
         policy = kind(8)
-        policy.add("often")
+        policy.touch("often")
         for _ in range(3):
             policy.touch("often")
-        policy.add("late")
+        policy.touch("late")
         assert evict(policy) == victim
 
 
 def test_frequent_use_of_long_ago_is_overtaken() -> None:
     policy = LfuAged(8)
-    policy.add("old")
+    policy.touch("old")
     for _ in range(4):
         policy.touch("old")
     left = []
     for number in range(10):
-        policy.add(number)
+        policy.touch(number)
         left.append(evict(policy))
     assert left == [0, 1, 2, 3, "old", 4, 5, 6, 7, 8]
 
@@ -71,7 +71,7 @@ def test_aged_frequency_is_what_it_says(steps: list[tuple[str, str]]) -> None:
         if what == "use":
             uses[item] = uses.get(item, 0) + 1
             ranks[item] = floor + uses[item], now
-            policy.touch(item) if uses[item] > 1 else policy.add(item)
+            policy.touch(item) if uses[item] > 1 else policy.touch(item)
         elif what == "evict" and ranks:
             victim = min(ranks, key=lambda name: ranks[name])
             floor = max(floor, ranks[victim][0])

@@ -65,7 +65,7 @@ class BlockIndex:
     def add(self, block: Block) -> None:
         self._blocks[block.key] = block
         self._children.setdefault(block.parent[: self._parent_bytes], {})[block.key] = None
-        self._policy.add(block.key)
+        self._policy.touch(block.key)
 
     def remove(self, block: Block) -> None:
         del self._blocks[block.key]

@@ -28,6 +28,7 @@ def make_manager(
     shared: dict[str, Any] = {
         "prefix_cache": config.prefix_caching,
         "model_revision": loaded.sha,
+        "eviction_policy": config.eviction_policy,
     }
     if runner.compact is None:
         return CacheManager(pages, size, tiers=tiers, **shared)

@@ -46,7 +46,7 @@ class EngineConfig:
         host_cache_bytes: memory of the host tier; 0: none.
         disk_cache_dir: folder of the disk tier below it; ``None``: none.
         disk_cache_bytes: size of the disk tier.
-        eviction_policy: of the tiers, by name; the pool evicts what was used least recently.
+        eviction_policy: of the pool and the tiers, by name.
         cuda_graphs: replay decode steps as CUDA graphs; ignored off CUDA.
         num_threads: torch's intra-op threads for the engine; ``None`` leaves torch's choice.
         hysparse: decode reads a choice of pages; ``None``: all of them.
