@@ -75,6 +75,7 @@ SCENARIOS = {
     "llama-head100": Scenario("llama-head100"),
     "llama-head120-mqa": Scenario("llama-head120-mqa"),
     "llama-block32": Scenario("llama", environment={"BICL_BLOCK_SIZE": "32"}),
+    "llama-deterministic": Scenario("llama", environment={"BICL_DETERMINISTIC": "1"}),
     "llama-fp8-e4m3": _fp8("fp8_e4m3fn"),
     "llama-fp8-e5m2": _fp8("fp8_e5m2"),
     "llama-speculate2": Scenario("llama", ("--speculate", "2"), without=CHUNKING),
