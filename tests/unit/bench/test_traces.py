@@ -153,7 +153,7 @@ def test_the_tiers_keep_what_the_pool_uses(policy):
 
     favourite = stranger()
     with ledger_tiers(PAGE, host_pages=16, disk_pages=24, policy=policy) as tiers:
-        manager = CacheManager(12, PAGE, tiers=tiers)
+        manager = CacheManager(12, PAGE, tiers=tiers, eviction_policy="lru")
         for _ in range(10):
             traffic = scale([favourite, stranger()], PAGE)
             serve(manager, traffic, tiers=tiers, replies=False)
