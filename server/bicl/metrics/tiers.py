@@ -57,6 +57,14 @@ def copies_and_pages(tiers: TierStats) -> Iterator[Metric]:
     lost.add_metric(["host"], tiers.host_evicted_pages)
     lost.add_metric(["disk"], tiers.disk_evicted_pages)
     yield lost
+    ages = CounterMetricFamily(
+        "bicl_tier_evicted_page_age_seconds",
+        "Sum over such pages of the time since their last use",
+        labels=["tier"],
+    )
+    ages.add_metric(["host"], tiers.host_evicted_seconds)
+    ages.add_metric(["disk"], tiers.disk_evicted_seconds)
+    yield ages
     for name, text, value in (
         ("bicl_tier_skipped_fetches", "Hits sooner computed than copied", tiers.skipped_fetches),
         ("bicl_tier_cancelled_fetches", "Copies given up", tiers.cancelled_fetches),

@@ -71,7 +71,7 @@ def test_aged_frequency_is_what_it_says(steps: list[tuple[str, str]]) -> None:
         if what == "use":
             uses[item] = uses.get(item, 0) + 1
             ranks[item] = floor + uses[item], now
-            policy.touch(item) if uses[item] > 1 else policy.touch(item)
+            policy.touch(item)
         elif what == "evict" and ranks:
             victim = min(ranks, key=lambda name: ranks[name])
             floor = max(floor, ranks[victim][0])

@@ -99,9 +99,11 @@ class DiskStore:
         self._deletion: threading.Thread | None = None
         self.num_bytes = 0
         self.evicted_pages = 0
+        self.evicted_seconds = 0.0  # since their last use, summed
         # Chains used in the tiers above; looked at only when something must leave.
         self.used_elsewhere: deque[Sequence[bytes]] = deque(maxlen=USED_CHAINS)
-        self._index = BlockIndex(make_policy(policy, max_bytes // self.file_bytes), _PARENT_BYTES)
+        most = max_bytes // self.file_bytes
+        self._index = BlockIndex(make_policy(policy, most), clock, _PARENT_BYTES)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = locked(self._folder / _LOCK)
@@ -298,8 +300,9 @@ class DiskStore:
             victim = self._index.victim(lambda block: block.pinned_until <= self._clock())
             if victim is None:
                 return False
-            self._delete(victim)
             self.evicted_pages += 1
+            self.evicted_seconds += self._index.age(victim)
+            self._delete(victim)
         return True
 
     def _delete(self, block: Block) -> None:

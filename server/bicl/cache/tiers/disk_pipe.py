@@ -161,6 +161,7 @@ class DiskPipe:
         self._stats.disk_bytes = self._store.num_bytes
         self._stats.disk_max_bytes = self._store.max_bytes
         self._stats.disk_evicted_pages = self._store.evicted_pages
+        self._stats.disk_evicted_seconds = self._store.evicted_seconds
 
     def close(self) -> None:
         with self._changed:

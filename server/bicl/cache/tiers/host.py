@@ -35,11 +35,12 @@ class HostStore:
         self.arena = arena
         self.tags = PageTags()
         self.evicted_pages = 0
+        self.evicted_seconds = 0.0  # since their last use, summed
         self._clock = clock
         # Chains used in the pool; looked at only when something must leave.
         self.used_elsewhere: deque[Sequence[bytes]] = deque(maxlen=USED_CHAINS)
         self._free = list(range(arena.num_slots - 1, -1, -1))
-        self._index = BlockIndex(make_policy(policy, arena.num_slots))
+        self._index = BlockIndex(make_policy(policy, arena.num_slots), clock)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -57,8 +58,9 @@ class HostStore:
             victim = self._index.victim(lambda b: not b.leases and b.pinned_until <= now)
             if victim is None:
                 return None
-            self.remove(victim)
             self.evicted_pages += 1
+            self.evicted_seconds += self._index.age(victim)
+            self.remove(victim)
         return self._free.pop()
 
     def give_back(self, slot: int) -> None:

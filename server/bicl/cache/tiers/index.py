@@ -27,6 +27,7 @@ class Block:
         leases: copies that are reading it; it stays until they end.
         pinned_until: it is not evicted before, in seconds of the tiers' clock.
         from_disk: it was read from disk and not used since.
+        used_at: when it was used last, in seconds of the tiers' clock.
     """
 
     key: bytes
@@ -37,6 +38,7 @@ class Block:
     leases: int = 0
     pinned_until: float = 0.0
     from_disk: bool = False
+    used_at: float = 0.0
 
 
 class BlockIndex:
@@ -44,11 +46,18 @@ class BlockIndex:
 
     Args:
         policy: order of eviction, over keys.
+        clock: seconds that only grow.
         parent_bytes: leading bytes of a parent's key that are known.
     """
 
-    def __init__(self, policy: EvictionPolicy[bytes], parent_bytes: int = 32) -> None:
+    def __init__(
+        self,
+        policy: EvictionPolicy[bytes],
+        clock: Callable[[], float],
+        parent_bytes: int = 32,
+    ) -> None:
         self._policy = policy
+        self._clock = clock
         self._parent_bytes = parent_bytes
         self._blocks: dict[bytes, Block] = {}
         self._children: dict[bytes, dict[bytes, None]] = {}  # by the parent's leading bytes
@@ -64,6 +73,7 @@ class BlockIndex:
 
     def add(self, block: Block) -> None:
         self._blocks[block.key] = block
+        block.used_at = self._clock()
         self._children.setdefault(block.parent[: self._parent_bytes], {})[block.key] = None
         self._policy.touch(block.key)
 
@@ -78,7 +88,9 @@ class BlockIndex:
 
     def touch(self, blocks: Iterable[Block]) -> None:
         """Blocks of one chain were used, given first to last."""
+        now = self._clock()
         for block in reversed(list(blocks)):
+            block.used_at = now
             self._policy.touch(block.key)
 
     def victim(self, may_leave: Callable[[Block], bool]) -> Block | None:
@@ -95,6 +107,10 @@ class BlockIndex:
         for key in kept:  # in use or pinned: not to be looked at again with every victim
             self._policy.postpone(key)
         return found
+
+    def age(self, block: Block) -> float:
+        """Seconds since a block was used last."""
+        return self._clock() - block.used_at
 
     def _end_of_chain(self, key: bytes) -> bytes:
         for _ in range(len(self._blocks)):  # names on a disk could claim a ring

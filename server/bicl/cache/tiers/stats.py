@@ -22,7 +22,9 @@ class TierStats:
         disk_written_pages, disk_written_bytes: host to disk.
         disk_dropped_pages: pages not written because the disk fell behind or refused.
         disk_read_pages, disk_read_bytes: disk to host.
-        host_evicted_pages, disk_evicted_pages: pages that left a tier to make room.
+        host_evicted_pages, disk_evicted_pages: pages that left a tier to make room; over them,
+            ``host_evicted_seconds`` and ``disk_evicted_seconds`` are the sums of the times since
+            their last use (of pages found on disk at start: since then).
         hidden_seconds, exposed_seconds: time of copies to the pool during which computation went
             on, and during which it waited.
         skipped_fetches: hits left alone because computing them anew is faster.
@@ -43,6 +45,8 @@ class TierStats:
     disk_read_bytes: int = 0
     host_evicted_pages: int = 0
     disk_evicted_pages: int = 0
+    host_evicted_seconds: float = 0.0
+    disk_evicted_seconds: float = 0.0
     hidden_seconds: float = 0.0
     exposed_seconds: float = 0.0
     skipped_fetches: int = 0

@@ -253,6 +253,7 @@ class PageTiers:
         with self._changed:
             self._stats.host_pages = len(self._host)
             self._stats.host_evicted_pages = self._host.evicted_pages
+            self._stats.host_evicted_seconds = self._host.evicted_seconds
         if self._disk is not None:
             self._disk.fill_gauges()
         return self._stats

@@ -68,14 +68,18 @@ def test_hit_ends_at_the_first_gap(rig) -> None:
 
 def test_least_recently_used_chain_leaves_first_and_its_end_before_its_beginning(rig) -> None:
     """Room for eight pages: two chains of three, the older one used since, then one more."""
-    one = rig(host_bytes=8 * PAGE_BYTES)
+    now = [0.0]
+    one = rig(host_bytes=8 * PAGE_BYTES, clock=lambda: now[0])
     older, newer, third = (chain(3 * PAGE, seed=seed) for seed in (1, 2, 3))
     one.save(older, [0, 1, 2])
     one.save(newer, [3, 4, 5])
+    now[0] = 5.0
     one.tiers.reserve(older, 0, 3).drop()
+    now[0] = 12.5
     one.save(third, [6, 7, 8])
     assert [one.tiers.num_in_host(c, 0, 3) for c in (older, newer, third)] == [3, 2, 3]
-    assert one.tiers.stats().host_evicted_pages == 1
+    stats = one.tiers.stats()
+    assert (stats.host_evicted_pages, stats.host_evicted_seconds) == (1, 12.5)
 
 
 def test_use_in_the_pool_keeps_pages_in_host_memory(rig) -> None:
