@@ -154,13 +154,14 @@ def main() -> int:
     dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
     loaded = random_llama(options.shape, options.device, dtype)
     rows: list[Row] = []
+    meta = machine(shape=options.shape, dtype=str(dtype))
     for part in options.parts.split(","):
         for row in PARTS[part](loaded, options):
             shown = {k: v for k, v in row.items() if k not in ("case", "value", "unit")}
             value = f"{row['value']:.5f} {row['unit']}" if "value" in row else "not seen"
             print(f"{row['case']}: {value} {shown}", flush=True)
             rows.append(row)
-            save(options.out, machine(shape=options.shape, dtype=str(dtype)), rows)
+            save(options.out, meta, rows)
     return 0
 
 
