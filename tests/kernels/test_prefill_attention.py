@@ -154,14 +154,16 @@ def test_scores_that_outgrow_those_before_by_far(
 @pytest.mark.parametrize("stored", [torch.bfloat16, *FP8_DTYPES], ids=str)
 @pytest.mark.parametrize("force_sm80", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("window_left", [-1, 300])
 def test_a_row_does_not_depend_on_chunks_prefix_or_batch_mates(
-    head_dim: int, force_sm80: bool, stored: torch.dtype, scale: float
+    window_left: int, head_dim: int, force_sm80: bool, stored: torch.dtype, scale: float
 ) -> None:
     """Deterministic mode, bit for bit."""
     layout = layout_of(2, head_dim, stored)
     lengths = ((3000, 3000), (700, 900))
     step = packed_step(lengths, layout, group=4, dtype=torch.bfloat16)
-    options = {"scale": scale, "deterministic": True, "force_sm80": force_sm80}
+    options = {"scale": scale, "window_left": window_left}
+    options |= {"deterministic": True, "force_sm80": force_sm80}
     together, _ = run(step, **options)
     meta = step.meta
     for last in (1, 63, 64, 313, 777, 1500, 3000):
