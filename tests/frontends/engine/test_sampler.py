@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from bicl.frontends.http.engine.sampler import SamplingState, choose
+from bicl.attention.results import ResultCopies
+from bicl.frontends.http.engine import sampler
+from bicl.frontends.http.engine.sampler import Choice, SamplingState
 from bicl.frontends.http.request import GenerationParams
 
 VOCAB = 97
@@ -21,13 +23,17 @@ def state(grammar=None, **options) -> SamplingState:
     return SamplingState(GenerationParams(8, **options), grammar, CPU)
 
 
+def choose(scores: torch.Tensor, states: list, histories: list) -> list[Choice]:
+    return sampler.choose(scores, states, histories, ResultCopies(CPU)).read()
+
+
 def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
 def after_rules(**options) -> torch.Tensor:
     """Log-probabilities of the whole vocabulary after the rules."""
-    (choice,) = choose(logits(), [state(top_n_tokens=VOCAB, **options)], [HISTORY]).read()
+    (choice,) = choose(logits(), [state(top_n_tokens=VOCAB, **options)], [HISTORY])
     out = torch.full((VOCAB,), -math.inf)
     for token, value in choice.top:
         out[token] = value
@@ -84,7 +90,7 @@ def test_watermark_favours_half_of_the_vocabulary_chosen_by_the_last_token() -> 
 
 def test_greedy_takes_the_best_and_its_logprob() -> None:
     scores = logits()
-    (choice,) = choose(scores.clone(), [state()], [HISTORY]).read()
+    (choice,) = choose(scores.clone(), [state()], [HISTORY])
     assert choice.token_id == int(scores.argmax())
     assert choice.logprob == pytest.approx(float(scores.log_softmax(-1).max()))
 
@@ -92,7 +98,7 @@ def test_greedy_takes_the_best_and_its_logprob() -> None:
 def test_draws_follow_the_probabilities() -> None:
     scores = torch.tensor([[0.0, 1.0, 2.0]]).repeat(4000, 1)
     states = [state(do_sample=True, seed=i) for i in range(4000)]
-    picked = torch.tensor([c.token_id for c in choose(scores.clone(), states, [[0]] * 4000).read()])
+    picked = torch.tensor([c.token_id for c in choose(scores.clone(), states, [[0]] * 4000)])
     share = torch.bincount(picked, minlength=3) / 4000
     torch.testing.assert_close(share, scores[0].softmax(-1), atol=0.03, rtol=0)
 
@@ -104,8 +110,8 @@ def test_seed_gives_the_same_tokens_alone_or_batched(seed: int) -> None:
     others = [state(), state(do_sample=True, seed=3), state(top_k=3, typical_p=0.5)]
     for step in range(12):
         scores = logits(4, seed=step)
-        (one,) = choose(scores[2:3].clone(), [alone], [HISTORY]).read()
-        many = choose(scores.clone(), [*others[:2], batched, others[2]], [HISTORY] * 4).read()
+        (one,) = choose(scores[2:3].clone(), [alone], [HISTORY])
+        many = choose(scores.clone(), [*others[:2], batched, others[2]], [HISTORY] * 4)
         assert many[2].token_id == one.token_id
 
 
@@ -113,7 +119,7 @@ def test_seed_gives_the_same_tokens_alone_or_batched(seed: int) -> None:
 def test_top_tokens_include_ties(n: int, count: int) -> None:
     """TGI's rule: if tokens tie with the last one, those too."""
     scores = torch.tensor([[1.0, 5.0, 3.0, 3.0, 3.0, 0.0]])
-    (choice,) = choose(scores, [state(top_n_tokens=n)], [[0]]).read()
+    (choice,) = choose(scores, [state(top_n_tokens=n)], [[0]])
     assert len(choice.top) == count
     values = [value for _, value in choice.top]
     assert values == sorted(values, reverse=True)
@@ -125,7 +131,7 @@ def test_failing_grammar_fails_its_own_row_only() -> None:
             raise ValueError("no token fits")
 
     scores = logits(2)
-    broken, fine = choose(scores.clone(), [state(Broken()), state()], [HISTORY] * 2).read()
+    broken, fine = choose(scores.clone(), [state(Broken()), state()], [HISTORY] * 2)
     assert "no token fits" in str(broken.error)
     assert fine.error is None
     assert fine.token_id == int(scores[1].argmax())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from bicl.attention.results import ResultCopies
 from bicl.frontends.http.engine.sampler import Choice, Chosen, choose
 from bicl.frontends.http.engine.scheduler import Chunk
 from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
@@ -33,10 +34,16 @@ class Ready:
 
 
 class Emitter:
-    """Samples a step's rows and emits their tokens."""
+    """Samples a step's rows and emits their tokens.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    Args:
+        tokenizer: the model's.
+        device: of the logits.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
         self._tokenizer = tokenizer
+        self._copies = ResultCopies(device)
         self._special = frozenset(tokenizer.all_special_ids)
 
     def choose(self, chunks: SequenceOf[Chunk], logits: torch.Tensor) -> Ready:
@@ -60,7 +67,8 @@ class Emitter:
             return Ready([], None)
         if len(rows) != logits.shape[0]:
             logits = logits[rows]
-        return Ready(ready, choose(logits, [s.sampling for s in ready], [s.ids for s in ready]))
+        states, histories = [s.sampling for s in ready], [s.ids for s in ready]
+        return Ready(ready, choose(logits, states, histories, self._copies))
 
     def emit(self, ready: Ready) -> tuple[int, list[tuple[Sequence, Last]]]:
         """Wait for the tokens and tell the streams.

@@ -85,7 +85,7 @@ class Engine:
         self._scheduler = Scheduler(manager, config)
         self._sparse = make_sparse_control(loaded, config, self._runner, manager)
         self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
-        self._emitter = Emitter(loaded.tokenizer)
+        self._emitter = Emitter(loaded.tokenizer, loaded.device)
         self._counters = Counters()
         # Bookkeeping is touched under `_lock` only; the forward step runs without it, so that
         # submit, snapshot and flush never wait for the model.

@@ -34,6 +34,10 @@ from bicl.sparse.shadow import ShadowBackend, make_shadow_backend
 
 __all__ = ["ModelRunner"]
 
+INLINE_BYTES = 1 << 16
+"""Up to so many the driver takes along with the command to copy them; page-locking them first takes
+longer than that."""
+
 
 class ModelRunner:
     """Owns the pool and everything a forward step needs on the device.
@@ -267,9 +271,9 @@ class ModelRunner:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        if tensor.nbytes > INLINE_BYTES and self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
 
 def _num_decodes(chunks: SequenceOf[Chunk]) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bicl.attention.results import ResultCopies
 from bicl.frontends.http.engine.grammar import GrammarState
 from bicl.frontends.http.request import GenerationParams
 
@@ -76,23 +77,17 @@ class Chosen:
     """Tokens on their way to the host. What is issued on the device's stream from now on comes
     behind them."""
 
-    def __init__(self, tokens: torch.Tensor, logprobs: torch.Tensor, rows: list[_Row]) -> None:
-        values = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    def __init__(
+        self, tokens: torch.Tensor, logprobs: torch.Tensor, rows: list[_Row], copies: ResultCopies
+    ) -> None:
         self._logprobs = logprobs
         self._rows = rows
-        self._tokens = tokens.to("cpu", non_blocking=True)
-        self._values = values.to("cpu", non_blocking=True)
-        self._there = torch.cuda.Event() if tokens.is_cuda else None  # type: ignore[no-untyped-call]
-        if self._there is not None:
-            self._there.record(torch.cuda.current_stream(tokens.device))
+        self._copy = copies.begin(tokens, logprobs.gather(1, tokens[:, None]).squeeze(1))
 
     def read(self) -> list[Choice]:
         """Wait for the device."""
-        if self._there is not None:
-            self._there.synchronize()
-        tokens, values = self._tokens.tolist(), self._values.tolist()
         choices = []
-        for i, (row, token, value) in enumerate(zip(self._rows, tokens, values, strict=True)):
+        for i, (row, token, value) in enumerate(zip(self._rows, *self._copy.lists(), strict=True)):
             wanted = row.state.params.top_n_tokens
             top = _top(self._logprobs[i], wanted) if wanted else ()
             choices.append(Choice(token, value, top, row.error))
@@ -100,7 +95,10 @@ class Chosen:
 
 
 def choose(
-    logits: torch.Tensor, states: Sequence[SamplingState], histories: Sequence[Sequence[int]]
+    logits: torch.Tensor,
+    states: Sequence[SamplingState],
+    histories: Sequence[Sequence[int]],
+    copies: ResultCopies,
 ) -> Chosen:
     """Choose a token for each row. Waits for the device only where a rule must.
 
@@ -108,6 +106,7 @@ def choose(
         logits: float32 ``[n, vocab_size]``; overwritten.
         states: of the rows; their generators advance.
         histories: token ids of each row so far, prompt included.
+        copies: bring the tokens to the host.
     """
     rows = [_Row(state, ids) for state, ids in zip(states, histories, strict=True)]
     if not all(state.plain for state in states):
@@ -117,7 +116,7 @@ def choose(
     for i, state in enumerate(states):
         if state.forced:
             chosen[i] = state.forced.popleft()
-    return Chosen(chosen, logprobs, rows)
+    return Chosen(chosen, logprobs, rows, copies)
 
 
 def _draw(scores: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
