@@ -3,8 +3,10 @@
 #include "compact_tokens/api.h"
 #include "copy_pages/api.h"
 #include "decode_attention/api.h"
+#include "few_rows_linear/api.h"
 #include "gather/api.h"
 #include "prefill_attention/api.h"
+#include "rms_norm/api.h"
 #include "rotate_and_store/api.h"
 #include "small_copies/api.h"
 #include "rotary/api.h"
@@ -25,11 +27,13 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind_decode_attention, bicl::bind_decode_attention
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_plan_bytes, bicl::decode_plan_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_decode, bicl::plan_decode_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_workspace_bytes, bicl::decode_workspace_bytes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(few_rows_linear, bicl::few_rows_linear_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, bicl::gather_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(index_pages, bicl::index_pages_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_prefill, bicl::plan_prefill_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_attention, bicl::prefill_attention_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_workspace_bytes, bicl::prefill_workspace_bytes_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, bicl::rms_norm_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_and_store, bicl::rotate_and_store_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate, bicl::rotate_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(score_tiles, bicl::score_tiles_api);

@@ -211,6 +211,30 @@ struct RotaryParams {
   bool pdl;
 };
 
+struct RmsNormParams {
+  const void* x;       // [num_tokens][width], last dim contiguous
+  void* out;           // same shape
+  const void* weight;  // [width]
+  int64_t x_stride, out_stride;
+  int64_t num_tokens;
+  DType dtype;  // of all, float16 or bfloat16
+  int width;
+  float eps;
+  bool pdl;
+};
+
+struct FewRowsLinearParams {
+  void* out;           // [num_rows][num_outputs], last dim contiguous
+  const void* x;       // [num_rows][depth], the same
+  const void* weight;  // [num_outputs][depth], the same
+  const void* bias;    // [num_outputs] or null
+  int64_t out_stride, x_stride, weight_stride;
+  DType dtype;  // of all, float16 or bfloat16
+  int num_rows, num_outputs, depth;
+  bool add;  // to what out holds
+  bool pdl;
+};
+
 struct SwigluParams {
   void* out;            // [num_tokens][width]
   const void* gate_up;  // [num_tokens][2 * width], gates first

@@ -145,6 +145,10 @@ __device__ __forceinline__ void store_cluster(uint32_t address, uint32_t v) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_cluster(uint32_t address, const uint2& v) {
+  asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
 // Stores into a peer's shared memory and counts the bytes on the peer's barrier: whoever waits there sees them.
 __device__ __forceinline__ void store_async(uint32_t address, uint32_t barrier, const float4& v) {
   asm volatile(
@@ -256,6 +260,20 @@ __device__ __forceinline__ uint4 load_row(const uint4* address) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(address));
   return v;
+}
+
+// Of what is read once and nobody writes: past L1, whole lines.
+__device__ __forceinline__ uint4 load_once(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
+// Asks for a line of L2.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 __device__ __forceinline__ int32_t atomic_add_acq_rel(int32_t* address, int32_t value) {

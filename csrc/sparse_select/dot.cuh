@@ -23,16 +23,19 @@ struct PagePieces {
   uint4 at[kCentroids];
 };
 
-// rows: the page's first one for this head, or null: zeros. Pieces 4 step to 4 step + 3 of each row.
-template <int kCentroids>
-__device__ __forceinline__ void load_pieces(PagePieces<kCentroids>& pieces, const uint8_t* rows, int row_bytes,
-                                            int step, int lane) {
+// rows: the page's first one for this head, in global or in shared memory, or null: zeros. Pieces 4 step to 4 step + 3 of
+// each row.
+template <bool kGlobal, int kCentroids, typename Byte>
+__device__ __forceinline__ void load_pieces(PagePieces<kCentroids>& pieces, const Byte* rows, int row_bytes, int step,
+                                            int lane) {
   const int offset = (4 * step + lane % 4) * kPieceBytes;
 #pragma unroll
-  for (int c = 0; c < kCentroids; ++c)
-    pieces.at[c] = rows == nullptr || offset >= row_bytes
-                       ? make_uint4(0, 0, 0, 0)
-                       : ptx::load_row(reinterpret_cast<const uint4*>(rows + c * row_bytes + offset));
+  for (int c = 0; c < kCentroids; ++c) {
+    const auto* piece = reinterpret_cast<const uint4*>(rows + c * row_bytes + offset);
+    pieces.at[c] = (kGlobal && rows == nullptr) || offset >= row_bytes ? make_uint4(0, 0, 0, 0)
+                   : kGlobal                                          ? ptx::load_row(piece)
+                                                                      : *piece;
+  }
 }
 
 // acc[i]: centroids (2 i, 2 i + 1) of page g by vectors (2 t, 2 t + 1). vectors: shared, [word / 2][lane], words 2 w and

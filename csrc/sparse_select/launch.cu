@@ -81,27 +81,35 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   config.pdl = k.p.pdl;
   config.stream = stream;
   const int pairs = p.sequences.batch * p.num_kv_heads;
+  const int octets = (p.max_pages + kOctet - 1) / kOctet;
+  // Four pages of the ring lie in all banks.
+  const int chunks = p.index.centroids * p.index.row_bytes / kPieceBytes;
+  k.page_stride = (chunks + (12 - chunks % 8) % 8) * kPieceBytes;
   const auto split = [&](int splits) {
-    const int page_groups = (p.max_pages + kPages - 1) / kPages;
     k.splits = FastDiv(splits);
-    const int share = std::max((page_groups + splits - 1) / splits, std::min(page_groups, kWarps));
-    k.row_stride = share * kPages + 4;  // + 4: no bank conflicts among a quad's heads
+    const auto turns = [&](int warps) { return (octets + warps - 1) / warps; };
+    // A CTA that chooses alone among few pages has two turns at most.
+    k.warp_pages = kOctet * std::max(turns(splits * kWarps), std::min(2, turns(kWarps)));
     config.cluster = work == Work::kChoose ? splits : 1;
     config.grid = dim3(pairs * splits);
+    k.stages_log2 = info.major < 9 ? -1 : 2;  // as many stages as fit
+    const int most = info.max_shared_bytes - 1024 - static_cast<int>(sizeof(TopKScratch));
+    while (k.stages_log2 > 0 && TilesShared::bytes(k, work) > most) --k.stages_log2;
     config.shared_bytes = TilesShared::bytes(k, work);
     return config.shared_bytes + static_cast<int>(sizeof(TopKScratch)) + 1024 <= info.max_shared_bytes;
   };
   bool fits = false;
   if (work == Work::kScore) {
-    const int most = (p.max_pages + kPages * kWarps - 1) / (kPages * kWarps);
+    const int most = (octets + 2 * kWarps - 1) / (2 * kWarps);
     fits = split(std::max(1, std::min(most, 2 * p.num_sms / pairs)));
   } else if (work == Work::kSelect || info.major != 9) {
     fits = split(1);
   } else if (p.force_cluster) {
     fits = split(p.force_cluster);
   } else {
-    // As many CTAs a cluster as run at once. A long sequence's scores may need more.
+    // As many CTAs a cluster as run at once and have an octet for each warp. A long sequence's scores may need more.
     int splits = kMaxCluster;
+    while (splits > 1 && splits * kWarps > octets) splits /= 2;
     while (splits > 1 && !(split(splits) && active_clusters(kernel, config, device) >= pairs)) splits /= 2;
     while (!(fits = split(splits)) && splits < kMaxCluster) splits *= 2;
   }

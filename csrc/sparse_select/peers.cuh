@@ -36,10 +36,17 @@ struct Peers {
 #endif
     *target = value;
   }
+  __device__ __forceinline__ void send(uint2* target, uint32_t x, uint32_t y, int to) const {
+#if __CUDA_ARCH__ >= 900
+    if (count > 1) {
+      ptx::store_cluster(ptx::map_shared(ptx::smem_address(target), to), make_uint2(x, y));
+      return;
+    }
+#endif
+    *target = make_uint2(x, y);
+  }
   __device__ __forceinline__ void send(float2* target, float x, float y, int to) const {
-    auto* words = reinterpret_cast<uint32_t*>(target);
-    send(words, __float_as_uint(x), to);
-    send(words + 1, __float_as_uint(y), to);
+    send(reinterpret_cast<uint2*>(target), __float_as_uint(x), __float_as_uint(y), to);
   }
 
   // Everybody waits for everybody.

@@ -8,8 +8,9 @@
 
 namespace bicl::sparse {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
+constexpr int kBins = 256;
 constexpr uint32_t kAlways = 0xffffffffu;  // key of what is kept whatever its score
 
 // Greater scores have greater keys; below kAlways. -0 equals 0, NaN is least.
@@ -20,27 +21,17 @@ __device__ __forceinline__ uint32_t key_of(float score) {
 }
 
 struct TopKScratch {
-  uint32_t bins[kThreads];
-  uint32_t sums[kWarps];
-  uint32_t low, high;
-  int bin, above, inside;
-};
+  static constexpr int kRounds = 4;
 
-// Inclusive sum over the threads before and up to this one; `sums` is free again after the next barrier.
-__device__ __forceinline__ uint32_t block_scan(uint32_t value, uint32_t* sums) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint32_t other = __shfl_up_sync(~0u, value, step);
-    if (lane >= step) value += other;
+  alignas(16) uint32_t bins[kRounds][kBins];  // a round's own: nobody waits to clear them
+  uint32_t sums[kWarps];
+
+  // All threads; a barrier must follow.
+  __device__ __forceinline__ void clear() {
+    if (threadIdx.x < kRounds * kBins / 4) reinterpret_cast<uint4*>(bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
   }
-  if (lane == 31) sums[warp] = value;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kWarps - 1; ++w)
-    if (w < warp) value += sums[w];
-  return value;
-}
+};
+static_assert(TopKScratch::kRounds * kBins <= kThreads * 4, "a thread clears four bins");
 
 // Taken: keys above `key`, and the first `equal` of those equal to it.
 struct Cut {
@@ -48,70 +39,88 @@ struct Cut {
   uint32_t equal;
 };
 
-// The cut that takes `need` (at least 1, at most end - begin) of keys[begin, end). All threads; ends with a barrier.
-__device__ __forceinline__ Cut find_cut(const uint32_t* keys, int begin, int end, int need, TopKScratch& scratch) {
-  if (threadIdx.x == 0) scratch.low = kAlways, scratch.high = 0;
-  __syncthreads();
-  uint32_t low = kAlways, high = 0;
-#pragma unroll 2
-  for (int i = begin + threadIdx.x; i < end; i += kThreads) {
-    low = min(low, keys[i]);
-    high = max(high, keys[i]);
+// The bin of the `need`-th key, and how many keys are in higher ones and in it.
+struct BinFound {
+  int bin, above, inside;
+};
+
+// Each warp for itself, so that no barrier follows. A lane has eight bins.
+__device__ __forceinline__ BinFound find_bin(const uint32_t* bins, int need) {
+  const int lane = threadIdx.x % 32;
+  const uint4* fours = reinterpret_cast<const uint4*>(bins);
+  const uint4 upper = fours[63 - 2 * lane], lower = fours[62 - 2 * lane];
+  const uint32_t counts[8] = {upper.w, upper.z, upper.y, upper.x, lower.w, lower.z, lower.y, lower.x};
+  int total = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) total += counts[i];
+  int up_to = total;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, up_to, step);
+    if (lane >= step) up_to += other;
   }
-  low = __reduce_min_sync(~0u, low);
-  high = __reduce_max_sync(~0u, high);
-  if (threadIdx.x % 32 == 0) {
-    atomicMin(&scratch.low, low);
-    atomicMax(&scratch.high, high);
+  int bin = 0, above = 0, inside = 0, running = up_to - total;
+  const bool is_here = running < need && need <= up_to;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (running < need) bin = 8 * lane + i, above = running, inside = counts[i];
+    running += counts[i];
   }
-  __syncthreads();
-  low = scratch.low, high = scratch.high;
+  const int from = __ffs(__ballot_sync(~0u, is_here)) - 1;
+  const uint32_t both = __shfl_sync(~0u, static_cast<uint32_t>(above) << 16 | inside, from);
+  return {kBins - 1 - __shfl_sync(~0u, bin, from), static_cast<int>(both >> 16), static_cast<int>(both & 0xffff)};
+}
+
+// The cut that takes `need` (at least 1, at most end - begin) of keys[begin, end), which lie in [low, high]. All
+// threads; scratch must be clear.
+__device__ __forceinline__ Cut find_cut(const uint32_t* keys, int begin, int end, int need, uint32_t low, uint32_t high,
+                                        TopKScratch& scratch) {
 #pragma unroll 1
-  while (true) {
+  for (uint32_t* bins = scratch.bins[0];; bins += kBins) {
     const int shift = max(0, 24 - __clz(high - low));  // 256 bins
-    scratch.bins[threadIdx.x] = 0;
-    __syncthreads();
 #pragma unroll 2
     for (int i = begin + threadIdx.x; i < end; i += kThreads) {
       const uint32_t offset = keys[i] - low;
-      if (offset <= high - low) atomicAdd(&scratch.bins[offset >> shift], 1);
+      if (offset <= high - low) atomicAdd(&bins[offset >> shift], 1);
     }
     __syncthreads();
-    const int bin = kThreads - 1 - static_cast<int>(threadIdx.x);  // the highest first
-    const int count = scratch.bins[bin];
-    const int up_to = block_scan(count, scratch.sums);
-    if (up_to - count < need && need <= up_to) {
-      scratch.bin = bin;
-      scratch.above = up_to - count;
-      scratch.inside = count;
-    }
-    __syncthreads();
-    low += static_cast<uint32_t>(scratch.bin) << shift;
+    const BinFound found = find_bin(bins, need);
+    low += static_cast<uint32_t>(found.bin) << shift;
     high = low + min(high - low, (1u << shift) - 1);
-    need -= scratch.above;
+    need -= found.above;
     if (shift == 0) return {low, static_cast<uint32_t>(need)};
-    if (scratch.inside == need && low > 0) return {low - 1, 0};
+    if (found.inside == need && low > 0) return {low - 1, 0};
   }
 }
 
-// Writes the positions that the cut takes of keys[0, n) to list, ascending. All threads; ends with a barrier.
-__device__ __forceinline__ void list_taken(const uint32_t* keys, int n, const Cut& cut, uint16_t* list,
-                                           TopKScratch& scratch) {
-  const int share = (n + kThreads - 1) / kThreads | 1;  // odd: neighbours meet different banks
-  const int begin = min(static_cast<int>(threadIdx.x) * share, n), end = min(begin + share, n);
+// Calls take(number, position) for every key of keys[0, n) that the cut takes, numbered by position. All threads.
+template <typename Take>
+__device__ __forceinline__ void for_each_taken(const uint32_t* keys, int n, const Cut& cut, TopKScratch& scratch,
+                                               const Take& take) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int share = (n + kThreads - 1) / kThreads * 32;  // of a warp
+  const int begin = min(warp * share, n), end = min(begin + share, n);
   uint32_t counts = 0;  // above the cut; equal to it in the upper half
 #pragma unroll 2
-  for (int i = begin; i < end; ++i) counts += (keys[i] > cut.key) + ((keys[i] == cut.key) << 16);
-  const uint32_t before = block_scan(counts, scratch.sums) - counts;
-  uint32_t above = before & 0xffff, equal = before >> 16;
-#pragma unroll 2
-  for (int i = begin; i < end; ++i) {
-    const bool is_equal = keys[i] == cut.key;
-    if (keys[i] > cut.key || (is_equal && equal < cut.equal)) list[above + min(equal, cut.equal)] = i;
-    above += keys[i] > cut.key;
-    equal += is_equal;
-  }
+  for (int i = begin + lane; i < end; i += 32) counts += (keys[i] > cut.key) + ((keys[i] == cut.key) << 16);
+  counts = __reduce_add_sync(~0u, counts);
+  if (lane == 0) scratch.sums[warp] = counts;
   __syncthreads();
+  const uint32_t before = __reduce_add_sync(~0u, lane < warp ? scratch.sums[lane] : 0);
+  uint32_t above = before & 0xffff, equal = before >> 16;
+  const uint32_t lower_lanes = (1u << lane) - 1;
+#pragma unroll 1
+  for (int first = begin; first < end; first += 32) {
+    const int i = first + lane;
+    const uint32_t key = i < end ? keys[i] : 0;
+    const bool is_above = i < end && key > cut.key, is_equal = i < end && key == cut.key;
+    const uint32_t all_above = __ballot_sync(~0u, is_above), all_equal = __ballot_sync(~0u, is_equal);
+    const uint32_t own_equal = equal + __popc(all_equal & lower_lanes);
+    if (is_above || (is_equal && own_equal < cut.equal))
+      take(above + __popc(all_above & lower_lanes) + min(own_equal, cut.equal), i);
+    above += __popc(all_above);
+    equal += __popc(all_equal);
+  }
 }
 
 }  // namespace bicl::sparse

@@ -35,11 +35,15 @@ from support.device import DEVICE, decode_step
 from bench.kernels.machine import commit, sources
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
+from bicl.attention.results import ResultCopies
+from bicl.attention.rotary import Rotary
 from bicl.cache.layout import PageLayout
 from bicl.ops.cuda import library, sparse
 from bicl.ops.cuda.compact_tokens import compact_tokens
 from bicl.ops.cuda.decode_attention import decode_attention
+from bicl.ops.cuda.linear import add_linear, linear
 from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
+from bicl.ops.cuda.rms_norm import rms_norm
 from bicl.ops.cuda.rotary import rotate
 from bicl.ops.cuda.stage_step import bind_stage_step
 from bicl.ops.cuda.swiglu import swiglu
@@ -166,6 +170,8 @@ def stage() -> None:
     copy = bind_stage_step(**inputs, **lengths)
     step = (ids(3, dtype=long), ids(3), ids(3, dtype=long), torch.arange(3, device=DEVICE))
     copy(*step, ids(3), ids(3), ids(3, 150))
+    copies = ResultCopies(DEVICE)
+    assert copies.begin(ids(5, dtype=long), ids(7)[1:]).lists() == [[1] * 5, [1] * 6]
 
 
 def layers() -> None:
@@ -173,8 +179,23 @@ def layers() -> None:
         rows = torch.randn(33, 6, dim + extra, device=DEVICE).bfloat16()[..., extra:]
         angle = torch.rand(33, dim, device=DEVICE)
         rotate(rows[:, :4], rows[:, 4:], angle.cos().bfloat16(), angle.sin().bfloat16())
+    layer = LayerCache(torch.zeros(BF16[0].shape(2), dtype=torch.bfloat16, device=DEVICE), BF16[0])
+    for turned in (128, 64):
+        rows = torch.randn(33, 8, 128, device=DEVICE).bfloat16()
+        angle = torch.rand(33, turned, device=DEVICE)
+        rotary = Rotary(rows[:, :4], angle.cos().bfloat16(), angle.sin().bfloat16())
+        slots = torch.arange(-1, 32, device=DEVICE) * 3
+        CudaBackend().store(layer, rows[:, 4:6], rows[:, 6:], slots, rotary=rotary)
     for width in (96, 75):
         swiglu(torch.randn(33, 2 * width, device=DEVICE).bfloat16())
+        rms_norm(
+            torch.randn(33, width, device=DEVICE).bfloat16(),
+            torch.ones(width).bfloat16().to(DEVICE),
+            1e-5,
+        )
+    for rows in (3, 8):
+        x, weight = torch.randn(rows, 192, device=DEVICE), torch.randn(48, 192, device=DEVICE)
+        add_linear(linear(x.half(), weight.half()), x.half(), weight.half())
 
 
 def canary() -> None:

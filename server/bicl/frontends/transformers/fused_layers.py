@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from bicl.frontends.transformers.geometry import cache_argument
@@ -209,6 +208,8 @@ class _FusedLayer:
         device = attention.q_proj.weight.device.type
         self._rotate = import_module(f"bicl.ops.{device}.rotary").rotate
         self._swiglu = import_module(f"bicl.ops.{device}.swiglu").swiglu
+        products = import_module(f"bicl.ops.{device}.linear")
+        self._linear, self._add_linear = products.linear, products.add_linear
 
     def __call__(self, hidden_states: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """One packed row ``[1, T, hidden_size]``, which the result overwrites. Whatever else it is
@@ -218,7 +219,7 @@ class _FusedLayer:
             result: torch.Tensor = self._original(hidden_states, **keywords)
             return result
         hidden = hidden_states[0]
-        qkv = F.linear(self._norms[0](hidden), *self._qkv)
+        qkv = self._linear(self._norms[0](hidden), *self._qkv)
         query, key, value = torch.split(qkv.view(len(qkv), -1, self._head_dim), self._heads, dim=1)
         query, key = (
             rows if norm is None else norm(rows)
@@ -234,22 +235,15 @@ class _FusedLayer:
         out = cache.attend(
             rows, query.transpose(0, 1)[None], keywords.get("attention_mask"), **self._options
         )
-        _add_product(hidden, out[0].flatten(1), self._o_proj)
+        self._add_linear(hidden, out[0].flatten(1), self._o_proj.weight, self._o_proj.bias)
         normed = self._norms[1](hidden)
         if self._gate_up is None:
             hidden.add_(self._mlp(normed[None])[0])
         else:
-            gated = self._swiglu(F.linear(normed, *self._gate_up))
-            _add_product(hidden, gated, self._mlp.down_proj)
+            gated = self._swiglu(self._linear(normed, *self._gate_up))
+            down = self._mlp.down_proj
+            self._add_linear(hidden, gated, down.weight, down.bias)
         return hidden_states
-
-
-def _add_product(sum_: torch.Tensor, rows: torch.Tensor, linear: nn.Linear) -> None:
-    """``sum_ += linear(rows)``, rounded once."""
-    if linear.bias is None:
-        sum_.addmm_(rows, linear.weight.t())
-    else:
-        sum_.add_(linear(rows))
 
 
 def _join(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -33,6 +33,8 @@ HEADERS = {
     "bicl::rotate_and_store_kernel": "rotate_and_store/kernel.cuh",
     "bicl::small_copies_kernel": "small_copies/kernel.cuh",
     "bicl::stage_step_kernel": "stage_step/kernel.cuh",
+    "bicl::rms_norm_kernel": "rms_norm/kernel.cuh",
+    "bicl::few_rows_linear_kernel": "few_rows_linear/kernel.cuh",
     "bicl::rotate_kernel": "rotary/kernel.cuh",
     "bicl::swiglu_kernel": "swiglu/kernel.cuh",
     "bicl::decode::decode_kernel": "decode_attention/kernel.cuh",

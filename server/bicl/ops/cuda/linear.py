@@ -1,0 +1,43 @@
+"""Products of rows with a weight: of a decode step's few rows by a kernel that reads the weight at
+the memory's rate, of more by cuBLAS."""
+
+from __future__ import annotations
+
+import torch
+
+from bicl.ops.cpu import linear as torchs
+from bicl.ops.cuda import library
+
+__all__ = ["MAX_ROWS", "add_linear", "linear"]
+
+MAX_ROWS = 8
+"""Of more rows cuBLAS is as fast."""
+
+
+def linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``rows [T, K] @ weight [N, K].T + bias``, float16 or bfloat16, summed in float32."""
+    if not _fits(rows, weight):
+        return torchs.linear(rows, weight, bias)
+    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=rows.dtype, device=rows.device)
+    library.module().few_rows_linear(out, rows, weight, bias, False, True)
+    return out
+
+
+def add_linear(
+    target: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """``target [T, N] += linear(rows, weight, bias)``."""
+    if _fits(rows, weight):
+        library.module().few_rows_linear(target, rows, weight, bias, True, True)
+    else:
+        torchs.add_linear(target, rows, weight, bias)
+
+
+def _fits(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    outputs, depth = weight.shape
+    return rows.shape[0] <= MAX_ROWS and outputs % 16 == 0 and depth % 64 == 0
