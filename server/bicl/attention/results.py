@@ -42,8 +42,9 @@ class ResultCopies:
             slot.memory[span].view(source.dtype).view(source.shape)
             for span, source in zip(spans, sources, strict=True)
         ]
-        small_copies(list(zip(sources, targets, strict=True)), self._device)
-        slot.filled.record(torch.cuda.current_stream(self._device))
+        device = sources[0].device
+        small_copies(list(zip(sources, targets, strict=True)), device)
+        slot.filled.record(torch.cuda.current_stream(device))
         self._lent.add(slot)
         return ResultCopy(targets, slot, self)
 

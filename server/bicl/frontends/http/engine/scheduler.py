@@ -79,6 +79,7 @@ class Scheduler:
         self.manager = manager
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
+        self._prefilling: list[Sequence] = []  # running ones that will soon have cached more
         self.preemptions = 0
         self._budget = config.max_batch_prefill_tokens
         self._max_total = config.max_total_tokens
@@ -134,6 +135,7 @@ class Scheduler:
         unservable: list[tuple[Sequence, Exception]] = []
         decodes = list(self._decodes(unservable))
         budget, prefills = self._budget, []
+        self._prefilling = [s for s in self.running if s.num_left > 1 or s.fetch is not None]
         for sequence in self.running:
             if budget and sequence.num_left > 1 and not sequence.is_arriving:
                 chunk = self._chunk(sequence, budget)
@@ -297,6 +299,8 @@ class Scheduler:
         if sequence.sparse is not None:
             sequence.sparse.recomputed()
         self.running.append(sequence)
+        if sequence.num_left > 1 or sequence.fetch is not None:
+            self._prefilling.append(sequence)
         sequence.note_cached()
 
     # --- from the tiers ----------------------------------------------------------------------
@@ -381,9 +385,8 @@ class Scheduler:
         soon = max(
             (
                 _common_tokens(sequence, other)
-                for other in self.running
-                if (other.num_left > 1 or other.fetch)
-                and other.packed_prompt.startswith(first_page)
+                for other in self._prefilling
+                if other.packed_prompt.startswith(first_page)
                 and other.namespace == sequence.namespace
             ),
             default=0,
