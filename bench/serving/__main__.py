@@ -120,7 +120,7 @@ def replay_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Ro
         raise SystemExit("the part 'replay' needs --traces with files in Mooncake's format")
     shape = "1b" if options.shape == "8b" else options.shape
     sizes = "--pool 16384 --host 32768 --disk 131072 --block-tokens 64 --max-tokens 4000"
-    counts = f"--requests 100 --clients 8 --chunk 4096 --rounds {max(1, options.rounds // 3)}"
+    counts = f"--requests 100 --clients 4 --chunk 4096 --rounds {max(1, options.rounds // 3)}"
     own = replay.parse([*options.traces.split(","), *sizes.split(), *counts.split()])
     model = random_llama(shape, options.device, loaded.dtype)
     for path in own.traces:
