@@ -14,6 +14,7 @@ compared with one. ``--cpu``: in float32, and the tokens are those of plain tran
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import statistics
 import sys
@@ -21,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Collection, Generator, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -41,13 +42,14 @@ GPU = Machine(
     half=True,
 )
 Row = dict[str, Any]
+SAVE_SECONDS = 10.0
 CPU = on_cpu(ROOT / "patches" / "hook")
 
 
-def check(name: str, machine: Machine, only: Collection[str], until: float) -> list[Row]:
-    """Every case of a scenario, or those of ``only``. None begins after ``until``."""
+def check(name: str, machine: Machine, only: Collection[str], until: float, journal: Path) -> None:
+    """Every case of a scenario, or those of ``only``; none begins after ``until``. Each row is a
+    line of the journal as soon as it is there."""
     torch.set_num_threads(1)
-    rows = []
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(_rows(name, machine, Path(folder), only)) as found,
@@ -55,11 +57,11 @@ def check(name: str, machine: Machine, only: Collection[str], until: float) -> l
         for row in found:
             mark = "FAIL" if row.get("problem") else "ok"
             print(f"{mark:<5}{name}", *list(row.values())[2:], flush=True)
-            rows.append(row)
+            with journal.open("a") as file:
+                file.write(json.dumps(row) + "\n")
             if time.time() > until:
                 print(f"{name}: no time for what follows", flush=True)
                 break
-    return rows
 
 
 def _rows(
@@ -135,17 +137,27 @@ def main() -> int:
     machine = CPU if options.cpu else GPU
     most = 2 if options.cpu else torch.cuda.device_count()
     names = options.scenarios or [n for n, s in SCENARIOS.items() if s.world_size <= most]
+    how = "float32 on the CPU" if options.cpu else "bf16, graphs"
+    what = f"cases of the self-test in the real shard, {how}"
     rows: list[Row] = []
     # A server that has imported what the processes need: two dozen would else do so at once.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["bicl.frontends.tgi.selftest.runner"])
-    with ProcessPoolExecutor(options.jobs, mp_context=processes) as pool:
-        jobs = [pool.submit(check, name, machine, options.case, until) for name in names]
-        for done in as_completed(jobs):
-            rows += done.result()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(options.jobs, mp_context=processes) as pool,
+    ):
+        journal = Path(folder) / "journal"
+        journal.touch()
+        pending = {
+            pool.submit(check, name, machine, options.case, until, journal) for name in names
+        }
+        while pending:
+            done, pending = wait(pending, SAVE_SECONDS)
+            for each in done:
+                each.result()
+            rows = [json.loads(line) for line in journal.read_text().splitlines()]
             if options.out:
-                how = "float32 on the CPU" if options.cpu else "bf16, graphs"
-                what = f"cases of the self-test in the real shard, {how}"
                 save(options.out, describe(what), rows)
     problems = [row["problem"] for row in rows if row["op"] == "check"]
     failed = sum(map(bool, problems))

@@ -17,6 +17,7 @@ __all__ = ["NEAR_TOKENS", "PREFILL_TOKENS", "TOTAL_TOKENS", "Bench"]
 
 PREFILL_TOKENS = 256  # of a step, that the shard is warmed up with
 TOTAL_TOKENS = 1280  # of a request
+MOST_BEHIND = 1.0  # in log-probability, of a near tie in half precision
 NEAR_TOKENS = 5  # how many of the likeliest tokens are looked at for a near tie
 
 
@@ -32,9 +33,11 @@ class Bench:
             and in one piece.
         lossy: attention reads less than was stored, or something else: what it gives is not
             compared with float32.
-        tie: how much less likely than the best token, in log-probability and by the run that it is
-            compared with, the first different token may be: in half precision on a GPU the other
-            layers round differently from batch to batch. After it the two go their own ways.
+        half: the shard computes in half precision, which rounds differently from batch to batch:
+            the first different token may be less likely than the best one, by the run that it is
+            compared with, by twice what bf16 does to plain transformers there, and by 1 at most
+            (random tokens are 6 to 20 behind). After it the two go their own ways.
+        tie: the same as a number, in log-probability, for models without transformers beside them.
         new_tokens: of a request, where a case says nothing else.
         prefixes: requests may share pages.
         alone: where the same prompt is run alone; by default here.
@@ -49,6 +52,7 @@ class Bench:
     kv_bytes: int = 4
     exact: bool = True
     lossy: bool = False
+    half: bool = False
     tie: float = 0.0
     new_tokens: int = 12
     prefixes: bool = True
@@ -94,9 +98,13 @@ class Bench:
         if tops:
             best = tops[first]
             behind = max(best.values()) - best.get(sequence.tokens[first], -math.inf)
-        assert behind <= self.tie, (
+        bound = self.tie
+        if self.half:
+            rounding = self.model.rounding(sequence.prompt, expected, sequence.adapter)
+            bound = min(2 * rounding, MOST_BEHIND)
+        assert behind <= bound, (
             f"prompt of {len(sequence.prompt)} tokens: got {sequence.tokens}, expected {expected}"
-            f"; token {first} is {behind:.3f} less likely than the best one"
+            f"; token {first} is {behind:.3f} less likely than the best one, bound {bound:.3f}"
         )
         return behind
 
@@ -108,7 +116,7 @@ class Bench:
         router = self.alone or self.router
         alone = router.sequence(sequence.prompt, sequence.max_new_tokens)
         alone.adapter = sequence.adapter
-        alone.top = NEAR_TOKENS if self.tie else 0
+        alone.top = NEAR_TOKENS if self.tie or self.half else 0
         router.prefill(alone)
         router.finish()
         router.release(alone)

@@ -110,13 +110,9 @@ class Model:
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         self.path, self.adapters, self.repeats = path, spec.adapters, spec.repeats
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        options = {} if spec.window is None else {"sliding_window": spec.window + 1}
-        factory = AutoModelForImageTextToText if spec.model_type in VISION else AutoModelForCausalLM
-        self._model: Any = factory.from_pretrained(
-            path, torch_dtype=torch.float32, attn_implementation="eager", **options
-        )  # in eval mode
-        for name in spec.adapters:
-            self._model.load_adapter(str(path / name), adapter_name=name)
+        self._spec = spec
+        self._model = self._load(torch.float32)
+        self._rounded: Any = None
         self._recompute = spec.window is not None
         config = getattr(self._model.config, "text_config", self._model.config)
         heads = config.num_attention_heads
@@ -126,6 +122,18 @@ class Model:
         if config.model_type == "deepseek_v3":
             self.head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         self._pieces = self._find_pieces()
+
+    def _load(self, dtype: torch.dtype) -> Any:
+        window = self._spec.window
+        options = {} if window is None else {"sliding_window": window + 1}
+        vision = self._spec.model_type in VISION
+        factory = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+        model = factory.from_pretrained(
+            self.path, torch_dtype=dtype, attn_implementation="eager", **options
+        )  # in eval mode
+        for name in self.adapters:
+            model.load_adapter(str(self.path / name), adapter_name=name)
+        return model
 
     def prompt(self, length: int, seed: str) -> list[int]:
         """Random token ids that survive becoming text and being tokenised again."""
@@ -164,11 +172,7 @@ class Model:
     ) -> tuple[list[int], list[dict[int, float]]]:
         """The continuation, and each step's likeliest tokens with their log-probabilities. With
         windows every step is computed afresh, without any cache."""
-        if self.adapters:
-            self._model.enable_adapters()
-            self._model.set_adapter(adapter or self.adapters[0])
-            if not adapter:
-                self._model.disable_adapters()
+        self._choose(self._model, adapter)
         ids, cache, answer, tops = torch.tensor([prompt]), None, [], []
         for _ in range(num_tokens):
             if self._recompute:
@@ -183,6 +187,31 @@ class Model:
             answer.append(token)
             ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
         return answer, tops
+
+    @torch.inference_mode()
+    def rounding(self, prompt: list[int], answer: list[int], adapter: str = "") -> float:
+        """How far bf16 takes two likely tokens apart that float32 has side by side, or together, in
+        plain transformers: in log-probability, the worst over the positions of an answer."""
+        if self._rounded is None:
+            self._rounded = self._load(torch.bfloat16)
+        exact, rounded = (
+            self._logprobs(model, prompt + answer, adapter)[len(prompt) - 1 : -1]
+            for model in (self._model, self._rounded)
+        )
+        errors = (rounded - exact).gather(1, exact.topk(NEAR_TOKENS).indices)
+        return float((errors.max(1).values - errors.min(1).values).max())
+
+    def _logprobs(self, model: Any, ids: list[int], adapter: str) -> torch.Tensor:
+        self._choose(model, adapter)
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0]
+        return torch.Tensor(logits.float().log_softmax(-1))
+
+    def _choose(self, model: Any, adapter: str) -> None:
+        if self.adapters:
+            model.enable_adapters()
+            model.set_adapter(adapter or self.adapters[0])
+            if not adapter:
+                model.disable_adapters()
 
 
 def make_model(name: str, folder: Path) -> Model:

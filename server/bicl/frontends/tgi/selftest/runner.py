@@ -19,8 +19,6 @@ from bicl.frontends.tgi.selftest.shard import Shards, start_environment
 __all__ = ["START", "Machine", "Result", "on_cpu", "run_cases", "run_scenario", "running"]
 
 START = "start_and_warm_up"
-TIE = 0.3  # log-probability by which bf16 may prefer another token than bf16 in another batch
-TIE_BESIDE_FLOAT32 = 1.0  # the same beside float32; a wrong token is several less likely
 
 
 @dataclass(frozen=True)
@@ -152,6 +150,5 @@ def _warm_up(shards: Shards, model: Model, scenario: Scenario, half: bool) -> Be
     if half:
         bench.kv_bytes = min(scenario.kv_bytes, 2)
         bench.exact = bool(scenario.adapters)
-        other = bench.exact or scenario.sparse  # another choice of tiles is another sum, too
-        bench.tie = TIE_BESIDE_FLOAT32 if other else TIE
+        bench.half = True
     return bench
