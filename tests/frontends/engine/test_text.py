@@ -110,3 +110,15 @@ def test_special_characters_in_a_stop_sequence_are_literal() -> None:
     reason, out, _ = feed("a.b*c", stop=("b*",))
     assert reason is FinishReason.STOP_SEQUENCE
     assert "".join(out) == "a.b*"
+
+
+def test_a_tokenizer_with_a_way_of_its_own_decodes_that_way() -> None:
+    plain = byte_tokenizer()
+
+    class Louder(type(plain)):
+        def _decode(self, *args, **options):
+            return super()._decode(*args, **options).upper()
+
+    plain.__class__ = Louder
+    detokenizer = Detokenizer(plain, encode("x"))
+    assert "".join(map(detokenizer.push, encode("abc"))) == "ABC"

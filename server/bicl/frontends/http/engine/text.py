@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from bicl.frontends.http.request import FinishReason, GenerationParams
 
@@ -26,6 +26,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        # Decoding is one call, and transformers' preparations for it take five times as long.
+        self._plain = tokenizer.backend_tokenizer if _decodes_plainly(tokenizer) else None
         self._ids = list(prompt_ids[-CONTEXT_TOKENS:])
         self._num_context = len(self._ids)
         self._prefix = 0  # first token of the window that is decoded anew each time
@@ -52,11 +54,23 @@ class Detokenizer:
         return self._decode(self._ids[first:], skip_special_tokens=True)[len(context) :]
 
     def _decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        if self._plain is not None:
+            plain: str = self._plain.decode(ids, skip_special_tokens=skip_special_tokens)
+            return plain
         text = self._tokenizer.decode(
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         assert isinstance(text, str)
         return text
+
+
+def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether its ``decode`` does no more than that of the file it was made from."""
+    own, usual = type(tokenizer), PreTrainedTokenizerFast
+    return isinstance(tokenizer, usual) and (own.decode, own._decode) == (
+        usual.decode,
+        usual._decode,
+    )
 
 
 @lru_cache(maxsize=256)
