@@ -28,7 +28,9 @@ _CODE = re.compile(
 _LEGAL = re.compile(
     r"\b(?:hereby|herein\w*|hereto|thereof|thereto|whereas|pursuant to|notwithstanding|shall|"
     r"plaintiff|defendant|appellant|respondent|indemnif\w+|covenant\w*|jurisdiction|"
-    r"the (?:Company|Parties|Court|Agreement|Licensee|Licensor)|U\.S\.C\.|§)",
+    r"the (?:Company|Parties|Court|Agreement|Licensee|Licensor)|U\.S\.C\.|§|"
+    r"[Ll]icen[cs](?:es?|ed|ing|ors?|ees?)|[Ww]arrant(?:y|ies)|[Ll]iab(?:le|ility|ilities)|"
+    r"[Cc]opyright\w*|[Tt]erms and [Cc]onditions)\b",
 )
 _CHAT = re.compile(
     r"<\|?(?:im_start|start_header_id|user|assistant|start_of_turn|eot)|\[/?INST\]|"

@@ -36,6 +36,12 @@ LAW = """
 (b) Any covenant hereto shall survive.
 Section 3 Jurisdiction. The Parties hereby submit to the jurisdiction of the Court.
 """
+LICENCE = """
+You may reproduce and distribute copies of the Work in any medium, with or without modifications,
+provided that You give any other recipients a copy of this License and keep all copyright notices.
+Unless required by law, the Licensor provides the Work "as is", without warranties of any kind, and
+is not liable to You for damages, whatever the legal theory.
+"""
 NEWS = (
     "LONDON (Reuters) - Officials said on Monday that prices rose by 3 percent. A spokesman told "
     "reporters that the figures, announced on Friday, were according to plan. "
@@ -51,6 +57,7 @@ PROSE = "The lighthouse stood on a rock, and the sea went round it day and night
         (JAVASCRIPT, "code"),
         ('{\n "a": 1,\n "b": [\n 2,\n 3\n ],\n "c": {\n "d": 4\n }\n}', "code"),
         (LAW, "legal"),
+        (LICENCE, "legal"),
         (NEWS, "news"),
         (CHAT, "chat"),
         ("user: hi\nassistant: hello", "chat"),
@@ -58,7 +65,19 @@ PROSE = "The lighthouse stood on a rock, and the sea went round it day and night
         (PROSE, "other"),
         ("", "other"),
     ],
-    ids=["python", "javascript", "json", "law", "news", "template", "roles", "names", "prose", "-"],
+    ids=[
+        "python",
+        "javascript",
+        "json",
+        "law",
+        "licence",
+        "news",
+        "template",
+        "roles",
+        "names",
+        "prose",
+        "-",
+    ],
 )
 def test_texts_are_told_apart(text: str, kind: str) -> None:
     assert classify(text) == kind
