@@ -1,6 +1,6 @@
 // A product with few rows: the weight is read once, and its bytes are the floor.
 //
-// A CTA has 16 outputs, and its warps every eighth block of 64 of the depth. Rows of the weight go from memory into
+// A CTA has 16 outputs, and its warps every eighth block of 128 of the depth. Rows of the weight go from memory into
 // mma.m16n8k16 as they lie: the order of a product's terms is free, so each thread takes 16-byte pieces, and the rows of
 // x are cut alike. The next block is on its way while one is multiplied; the first one before the kernel ahead has ended.
 #pragma once
@@ -13,7 +13,7 @@ namespace bicl {
 constexpr int kLinearWarps = 8;
 constexpr int kLinearThreads = 32 * kLinearWarps;
 constexpr int kLinearOutputs = 16;  // of a CTA
-constexpr int kLinearBlock = 64;    // of the depth
+constexpr int kLinearBlock = 128;   // of the depth
 constexpr int kLinearPieces = kLinearBlock / 32;  // of a row, a thread's
 
 // kTiles: of 8 rows.
@@ -25,7 +25,7 @@ class FewRowsProduct {
         output_(blockIdx.x * kLinearOutputs) {}
 
   __device__ __forceinline__ void run(float* sums) {
-    const int blocks = p_.depth / kLinearBlock;
+    const int blocks = (p_.depth + kLinearBlock - 1) / kLinearBlock;
     uint4 rows[2][kLinearPieces], next[2][kLinearPieces];
     if (warp_ < blocks) load(rows, warp_);
     ptx::grid_dependency_wait();
@@ -46,6 +46,10 @@ class FewRowsProduct {
   }
 
  private:
+  __device__ __forceinline__ bool is_there(int block, int piece) const {
+    return block * kLinearBlock + 32 * piece < p_.depth;
+  }
+
   // Of outputs group and group + 8.
   __device__ __forceinline__ void load(uint4 (&rows)[2][kLinearPieces], int block) const {
     const T* weight = static_cast<const T*>(p_.weight) + block * kLinearBlock + offset_;
@@ -53,7 +57,9 @@ class FewRowsProduct {
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int piece = 0; piece < kLinearPieces; ++piece)
-        rows[i][piece] = ptx::load_once(weight + (output_ + group_ + 8 * i) * p_.weight_stride + 32 * piece);
+        rows[i][piece] = is_there(block, piece)
+                             ? ptx::load_once(weight + (output_ + group_ + 8 * i) * p_.weight_stride + 32 * piece)
+                             : make_uint4(0, 0, 0, 0);
   }
 
   __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], const uint4 (&rows)[2][kLinearPieces],
@@ -64,7 +70,8 @@ class FewRowsProduct {
       const T* x = static_cast<const T*>(p_.x) + row * p_.x_stride + block * kLinearBlock + offset_;
 #pragma unroll
       for (int piece = 0; piece < kLinearPieces; ++piece) {
-        const uint4 own = row < p_.num_rows ? *reinterpret_cast<const uint4*>(x + 32 * piece) : make_uint4(0, 0, 0, 0);
+        const uint4 own = row < p_.num_rows && is_there(block, piece) ? *reinterpret_cast<const uint4*>(x + 32 * piece)
+                                                                      : make_uint4(0, 0, 0, 0);
         const uint4 &upper = rows[0][piece], &lower = rows[1][piece];
         ptx::mma_16816(acc[tile], {upper.x, lower.x, upper.y, lower.y}, {own.x, own.y}, T{});
         ptx::mma_16816(acc[tile], {upper.z, lower.z, upper.w, lower.w}, {own.z, own.w}, T{});
@@ -100,7 +107,7 @@ class FewRowsProduct {
 };
 
 template <typename T, int kTiles>
-__global__ void __launch_bounds__(kLinearThreads, 3)
+__global__ void __launch_bounds__(kLinearThreads, 2)
     few_rows_linear_kernel(const __grid_constant__ FewRowsLinearParams p) {
   __shared__ float sums[kLinearWarps * 8 * kTiles * (kLinearOutputs + 1)];
   FewRowsProduct<T, kTiles>(p).run(sums);
