@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string_view>
@@ -27,11 +28,16 @@ int key_of(const Variant& v) {
 }
 
 constexpr int kMaxRingBytes = 192 * 1024;  // more depth gains nothing
+// Of clusters of 2 and 4, which fill the card with short shares: what queues up in a deeper ring comes late together.
+constexpr int kPairsRingBytes = 128 * 1024;
+constexpr int kPairsStages = 4;  // at least
 constexpr int kMaxStages = 16;
 
-int ring_stages(const Kernel& kernel, int entry_bytes, int max_shared_bytes) {
+int ring_stages(const Kernel& kernel, int entry_bytes, int max_shared_bytes, int cluster_log2) {
   const int room = std::min(max_shared_bytes - kernel.fixed_bytes - entry_bytes, kMaxRingBytes);
-  const int stages = std::min(std::max(room, 0) / kernel.stage_bytes, kMaxStages);
+  int stages = std::min(std::max(room, 0) / kernel.stage_bytes, kMaxStages);
+  if (cluster_log2 == 1 || cluster_log2 == 2)
+    stages = std::min(stages, std::max(kPairsRingBytes / kernel.stage_bytes, kPairsStages));
   return stages / kernel.groups * kernel.groups;
 }
 
@@ -79,6 +85,18 @@ std::string describe(const Variant& v) {
   return text.str();
 }
 
+std::string built_head_dims(const Variant& wanted) {
+  std::set<int> dims;
+  for (const auto& [key, kernel] : kernels()) {
+    const Variant& v = kernel.variant;
+    if (std::string_view(v.family) == wanted.family && v.stored == wanted.stored && v.tile == wanted.tile)
+      dims.insert(v.head_dim);
+  }
+  std::string text;
+  for (const int dim : dims) text += (text.empty() ? "" : ", ") + std::to_string(dim);
+  return text.empty() ? "none" : text;
+}
+
 }  // namespace
 
 void register_kernel(const Kernel& kernel) { kernels().emplace(key_of(kernel.variant), kernel); }
@@ -119,8 +137,10 @@ Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
                         cta_head_blocks(group, p.pages.padded_head_dim)};
   const Kernel* kernel = find_kernel(variant);
   if (kernel == nullptr)
-    throw std::runtime_error("decode_attention is not built for " + describe(variant) +
-                             "; rebuild the kernels with this combination");
+    throw std::runtime_error("decode_attention is not built for " + describe(variant) + " (head_dims that are: " +
+                             built_head_dims(variant) + "); " +
+                             (variant.tile < 64 ? "use pages and tiles of 64 tokens (--block-size 64), or " : "") +
+                             "rebuild the kernels with this combination");
 
   Call call;
   call.kernel = kernel;
@@ -134,13 +154,8 @@ Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
   k.head_blocks = FastDiv(head_blocks);
   k.heads = FastDiv(heads);
   call.entry_bytes = round_up_16((p.sequences.batch + 1) * static_cast<int>(sizeof(Entry)));
-  k.stages = ring_stages(*kernel, call.entry_bytes, info.max_shared_bytes);
-  if (k.stages == 0)
-    throw std::runtime_error("decode_attention: " + describe(variant) + " needs more shared memory than this card's " +
-                             std::to_string(info.max_shared_bytes) + " bytes a block");
   LaunchConfig& config = call.config;
   config.block = dim3(kernel->threads);
-  config.shared_bytes = k.stages * kernel->stage_bytes + kernel->fixed_bytes + call.entry_bytes;
   config.pdl = k.p.pdl;
   config.stream = stream;
   const ActiveClusters& active = prepare(*kernel, device, hopper);
@@ -152,6 +167,11 @@ Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
     const int log2 = size == 8 ? 3 : size == 4 ? 2 : size == 2 ? 1 : 0;
     if (p.force_cluster || active.count[log2] >= pairs) k.cluster_log2 = log2;
   }
+  k.stages = ring_stages(*kernel, call.entry_bytes, info.max_shared_bytes, k.cluster_log2);
+  if (k.stages == 0)
+    throw std::runtime_error("decode_attention: " + describe(variant) + " needs more shared memory than this card's " +
+                             std::to_string(info.max_shared_bytes) + " bytes a block");
+  config.shared_bytes = k.stages * kernel->stage_bytes + kernel->fixed_bytes + call.entry_bytes;
   config.cluster = 1 << k.cluster_log2;
   int grid = std::min(p.force_grid ? p.force_grid : stream_k_grid(pairs, p.num_sms), kMaxGrid);
   if (k.cluster_log2 > 0) {

@@ -25,10 +25,12 @@ __global__ void __launch_bounds__(32) plan_kernel(const __grid_constant__ Kernel
   int sequence = share.first.sequence;
   plan.block_of_lane() = divider.block_of_lane(line, share, share.begin, sequence);
   if (threadIdx.x == 0) plan.share() = share;
-  if (share.cluster || blockIdx.x != 0) return;
+  if (blockIdx.x != 0) return;
+  // Copied in whole vectors, and by clusters, too, which do not look at it.
   const int words = (k.p.sequences.batch + 1) * static_cast<int>(sizeof(Entry) / sizeof(int));
-  for (int i = threadIdx.x; i < words; i += 32)
-    reinterpret_cast<int*>(plan.entries())[i] = reinterpret_cast<const int*>(entries)[i];
+  for (int i = threadIdx.x; i < (words + 3) / 4 * 4; i += 32)
+    reinterpret_cast<int*>(plan.entries())[i] =
+        i < words && !share.cluster ? reinterpret_cast<const int*>(entries)[i] : 0;
 #endif
 }
 

@@ -61,6 +61,14 @@ def test_heads_that_are_no_multiple_of_eight_are_served(
     assert torch.equal(given, out)
 
 
+def test_heads_that_no_decode_kernel_takes_are_refused_by_name(backend: CudaBackend) -> None:
+    """The warm-up of a server runs into it before the first request does."""
+    layout = PageLayout(2, 224, torch.bfloat16, page_size=32, tile=32)
+    step = decode_step(backend, [40], layout, group=2, dtype=torch.bfloat16)
+    with pytest.raises(BackendError, match=r"head_dim 224, tile 32.* 192.*--block-size 64"):
+        backend.run(step.query, step.layer, step.meta, scale=0.1)
+
+
 def test_layers_of_different_shapes_share_one_backend() -> None:
     backend = CudaBackend()
     for head_dim, tile, group in ((64, 64, 1), (256, 64, 4), (96, 32, 12), (128, 64, 40)):
