@@ -11,6 +11,9 @@
 
 namespace bicl::prefill::sm90 {
 
+// Of a block: a tile's first one; one with keys that some rows do not see; any other.
+enum class Scores { kFirst, kMasked, kPlain };
+
 // Rows that see no key at all.
 template <typename E, int D>
 __device__ __forceinline__ void store_nothing_seen(const PrefillParams& p, const Assignment& a, int row) {
@@ -33,13 +36,18 @@ struct Consumer {
   static constexpr bool kTight = kCap && D > 64;
   // With another loop, ptxas finds too few registers and serialises every product.
   static constexpr bool kMaskAll = kLocal && kCap && D > 64;
+  // A block's softmax goes in two parts, so that exponentials of one are under way while the other is scaled; in one
+  // part where ptxas serialises products otherwise.
+  static constexpr int kHeld = kKeys / 2;  // scores of a thread
+  static constexpr int kSplit = C::kWiden ? kHeld : kHeld / 2;
+  static constexpr bool kHalfPartials = !kLocal && !kCap && !C::kWiden;
   const PrefillParams& p;
   Control& control;
   int consumer, lane;
   ScoreScale scale;
   uint32_t query_base, key_base, value_base;  // descriptors of stage 0
   uint32_t query_count, count;                // tiles and blocks of K multiplied so far
-  float s[kKeys / 2], o[D / 2];
+  float s[kHeld], o[D / 2];
   uint32_t probabilities[kKeys / 4];
   RunningSoftmax softmax;
 
@@ -82,26 +90,37 @@ struct Consumer {
     ptx::mbarrier_wait(ptx::smem_address(&control.key_full[keys.stage]), keys.parity);
   }
 
-  // Scores to probabilities. The output product in flight still reads the older ones: a quarter of the exponentials
-  // runs under it, the others after it. More under it is slower, less too.
-  template <bool kMask, bool kRescale>
+  template <Scores kScores, int kFirst, int kLast>
+  __device__ __forceinline__ bool exponents(float (&factor)[2]) {
+    if constexpr (kScores == Scores::kPlain) {
+      return softmax.template update<kFirst, kLast>(s, scale.log2_scale, factor);
+    } else {
+      return softmax.template update_masked<kFirst, kLast>(s, scale.log2_scale, factor);
+    }
+  }
+
+  // Scores to probabilities. The output product in flight still reads the older ones: the exponentials of the first
+  // part run under it, the others after it. More under it is slower, less too.
+  template <Scores kScores>
   __device__ __forceinline__ void exponentiate(const RowKeys& visible, int block, KeyPlace keys, KeyPlace values,
                                                bool output = true) {
-    constexpr int kEarly = kKeys / 8;
+    constexpr bool kFirst = kScores == Scores::kFirst, kParts = kSplit < kHeld;
+    constexpr int kEarly = kParts && !kFirst ? kSplit : kHeld / 4;
     float factor[2];
     release(control.key_empty[keys.stage]);
     if (kTight && output) release(control.value_empty[values.stage]);
     if constexpr (kCap) cap_scores(s, scale.cap_scale);
-    bool rises;
-    if constexpr (kMask) {
-      mask_scores<kLocal>(s, visible, block * kKeys + 2 * (lane % 4));
-      rises = softmax.update_masked(s, scale.log2_scale, factor);
+    if constexpr (kScores != Scores::kPlain) mask_scores<kLocal>(s, visible, block * kKeys + 2 * (lane % 4));
+    bool rises = false;
+    if constexpr (kParts && kFirst) {
+      softmax.template begin<kSplit>(s, scale.log2_scale);
     } else {
-      rises = softmax.update(s, scale.log2_scale, factor);
+      rises = exponents<kScores, 0, kSplit>(factor);
     }
     softmax.template exponentiate<0, kEarly>(s);
+    if constexpr (kParts && !kFirst) rises |= exponents<kScores, kSplit, kHeld>(factor);
     // This branch is also what keeps ptxas from waiting before the exponentials above.
-    if (kRescale && rises) {
+    if (!kFirst && rises) {
       if constexpr (!kTight) {
         wgmma::wait<0>();
         wgmma::hold(o);
@@ -114,7 +133,7 @@ struct Consumer {
       wgmma::hold(o);
       if (output) release(control.value_empty[values.stage]);
     }
-    softmax.template exponentiate<kEarly, kKeys / 2>(s);
+    softmax.template exponentiate<kEarly, kHeld>(s);
     pack_probabilities<Operand>(probabilities, s);
   }
 
@@ -133,7 +152,7 @@ struct Consumer {
     wgmma::wait<kTight ? 0 : 1>();
     wgmma::hold(s);
     if constexpr (kTight) wgmma::hold(o);
-    exponentiate<kMask, true>(visible, block, keys, values);
+    exponentiate<kMask ? Scores::kMasked : Scores::kPlain>(visible, block, keys, values);
     ++count;
   }
 
@@ -157,7 +176,7 @@ struct Consumer {
       for (int i = 32; i < kKeys / 2; ++i) s[i] = -INFINITY;
     }
     softmax = RunningSoftmax();
-    exponentiate<true, false>(visible, block, keys, values, pending);
+    exponentiate<Scores::kFirst>(visible, block, keys, values, pending);
     ++count;
   }
 
@@ -175,7 +194,7 @@ struct Consumer {
     const Assignment& a = control.assignments[slot];
     result.finish();
     if (a.tile.split >= 0) {
-      store_partial<D>(p, a, threadIdx.x - 128, o, result);
+      store_partial<D, kHalfPartials>(p, a, threadIdx.x - 128, o, result);
     } else {
       const int row = a.tile.row + local_row;
       const float inverse[2] = {result.inverse(0, p.pages.v_scale), result.inverse(1, p.pages.v_scale)};
@@ -254,7 +273,7 @@ struct Consumer {
       }
       if (a.task == Task::kEnd) return;
       if (a.task == Task::kCombine) {
-        combine<E, D>(p, a, thread);
+        combine<E, D, kHalfPartials>(p, a, thread);
       } else {
         store_nothing_seen<E, D>(p, a, a.tile.row + local_row);
       }
