@@ -14,6 +14,7 @@ from bicl.attention import cuda
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
+from bicl.errors import InvalidInputError
 from bicl.ops.cuda import library
 
 LAYOUT = PageLayout(2, 64, torch.float16)
@@ -35,7 +36,14 @@ class Library:
 
     def bind_decode_attention(self, *given: object):
         self.bound.append(given)
-        return lambda *call: self.calls.append(call)
+        return self.decode
+
+    def decode(self, *call: object) -> None:
+        query = call[2]
+        assert isinstance(query, torch.Tensor)
+        if query.stride(-1) != 1 or query.dtype != torch.float16:
+            raise ValueError("refused")
+        self.calls.append(call)
 
     def plan_decode(self, *given: object) -> None:
         self.plans += 1
@@ -94,6 +102,22 @@ def test_a_batch_that_outgrows_the_workspace_is_bound_anew(
     counters = [given[5] for given in kernels.bound]
     assert len(counters) == 2
     assert counters[0].numel() < counters[1].numel()  # type: ignore[attr-defined]
+
+
+def test_queries_that_the_kernel_cannot_read_are_copied(kernels: Library) -> None:
+    backend, one = CudaBackend(), step()
+    turned = one.query.transpose(1, 2).contiguous().transpose(1, 2)
+    backend.run(turned, one.layer, one.meta, scale=0.1)
+    (call,) = kernels.calls
+    assert torch.equal(call[2], one.query)  # type: ignore[arg-type]
+    assert call[2].is_contiguous()  # type: ignore[attr-defined]
+
+
+def test_queries_that_no_copy_helps_are_refused(kernels: Library) -> None:
+    backend, one = CudaBackend(), step()
+    with pytest.raises(InvalidInputError, match="refused"):
+        backend.run(one.query.float(), one.layer, one.meta, scale=0.1)
+    assert not kernels.calls
 
 
 def test_layers_that_are_gone_leave_nothing_behind(kernels: Library) -> None:
