@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bicl.frontends.transformers import BiclCache, register
-from bicl.frontends.transformers.fused_layers import fuse_layers
+from bicl.frontends.transformers.fused_layers import fuse, fuse_layers
 from bicl.frontends.transformers.geometry import cache_argument
 
 PROMPT = torch.arange(4, 104)[None]
@@ -84,6 +84,11 @@ def test_layers_of_other_parts_stay_as_they_are(family: str) -> None:
     expected = logits(model)
     assert fuse_layers(model) == 0
     assert torch.equal(logits(model), expected)
+
+
+def test_layers_that_stay_are_told() -> None:
+    assert fuse(bicl_model("llama")) == ()
+    assert fuse(bicl_model("gemma2"))[0].startswith("3 of 3 decoder layers")
 
 
 def test_a_layer_that_computes_something_else_stays_as_it_is() -> None:

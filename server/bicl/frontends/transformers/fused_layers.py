@@ -1,7 +1,8 @@
-"""Decoder layers in ten launches: as transformers writes them they take some twenty-five.
+"""Decoder layers in nine launches: as transformers writes them they take some twenty-five.
 
-One product makes queries, keys and values, and one the gates and ups; one kernel rotates queries
-and keys, one computes the gated activation; both residual sums happen in the products before them.
+One product makes queries, keys and values, and one the gates and ups; keys are rotated on their way
+to their pages, one kernel computes the gated activation; both residual sums happen in the products
+before them.
 """
 
 from __future__ import annotations
