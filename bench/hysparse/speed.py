@@ -190,6 +190,7 @@ def step_section(loaded: LoadedModel, ratio: float, rounds: int) -> dict[str, An
     us = _alternating(calls, rounds)
     return {
         "model": "Llama-3.1-8B shape, random weights, bf16",
+        "unfused": list(loaded.notes),
         "batch": STEP_BATCH,
         "context": STEP_CONTEXT,
         "tokens": tokens,
