@@ -17,7 +17,7 @@ from support.cases import (
     PAGES_AND_TILES,
     pairwise,
 )
-from support.compare import assert_close_enough
+from support.compare import assert_close_enough, assert_lse_close
 from support.device import DEVICE
 from support.prefill import check, packed_step, run, truth_of
 
@@ -148,6 +148,19 @@ def test_scores_that_outgrow_those_before_by_far(
     step = packed_step(LENGTHS[lengths], layout_of(2, head_dim, stored_dtype), group=4, dtype=dtype)
     for deterministic in (False, True):
         check(step, scale=scale, window_left=window_left, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("exponent", [-60, -20, 20, 60])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_splits_hold_values_beyond_the_range_of_fp16(head_dim: int, exponent: int) -> None:
+    """Partials may lie in fp16: a row's power of two must not change a bit of what comes out."""
+    layout = layout_of(2, head_dim, torch.bfloat16)
+    step = packed_step(LENGTHS["short on a long prefix"], layout, group=4, dtype=torch.bfloat16)
+    expected, lse = run(step, scale=0.09)
+    CudaBackend().store(step.layer, step.key, step.value * 2.0**exponent, step.slots)
+    out, same = run(step, scale=0.09)
+    assert torch.equal(out, expected * 2.0**exponent)
+    assert_lse_close(same, lse)
 
 
 @pytest.mark.parametrize("scale", [0.1, 2.0])
