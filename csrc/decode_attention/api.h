@@ -46,7 +46,8 @@ inline DecodeLayer decode_layer(TensorView pages, int64_t page_size, double k_sc
 // out, query [B, num_q_heads, head_dim] of one 16-bit dtype; lse float32 [num_q_heads, B] or None.
 // page_table [B, max_pages], or [B, kv heads, max_pages]: other pages for each KV head, as many for all.
 // plan: of plan_decode() for this table and these lengths, heads, dtype and options, or None.
-// pdl: 0 off; 1: the kernel ahead may still be writing each sequence's newest token; 2: and the table and lengths.
+// pdl: 0 off; 1: the kernel ahead may still be writing the query and each sequence's newest token; 2: and the table and
+// lengths.
 inline void decode_call(const DecodeLayer& layer, TensorView out, Optional<TensorView> lse, TensorView query,
                         TensorView page_table, TensorView cache_seqlens, Optional<TensorView> plan, int64_t pdl) {
   DecodeParams p = layer.params;
