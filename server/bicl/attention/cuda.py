@@ -123,7 +123,8 @@ class CudaBackend:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """See ``AttentionBackend.run``. Page ids are trusted within the lengths."""
         check_no_grad("query", query)
-        if odd := query.shape[-1] % CHUNK:
+        num_tokens, num_q_heads, head_dim = query.shape
+        if odd := head_dim % CHUNK:
             # The pages' columns past head_dim are zero.
             wide = self.run(
                 torch.nn.functional.pad(query, (0, CHUNK - odd)),
@@ -135,11 +136,10 @@ class CudaBackend:
                 softcap=softcap,
                 return_lse=return_lse,
             )
-            return _narrowed(wide, query.shape[-1], out)
+            return _narrowed(wide, head_dim, out)
         result = (
             torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         )
-        num_tokens, num_q_heads, _ = query.shape
         lse = (
             torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=query.device)
             if return_lse
