@@ -123,6 +123,10 @@ class CudaBackend:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """See ``AttentionBackend.run``. Page ids are trusted within the lengths."""
         check_no_grad("query", query)
+        if query.ndim != 3:
+            raise InvalidInputError(
+                f"query must have shape [T, num_q_heads, head_dim], got {list(query.shape)}"
+            )
         num_tokens, num_q_heads, head_dim = query.shape
         if odd := head_dim % CHUNK:
             # The pages' columns past head_dim are zero.

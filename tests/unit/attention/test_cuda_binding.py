@@ -117,6 +117,8 @@ def test_queries_that_no_copy_helps_are_refused(kernels: Library) -> None:
     backend, one = CudaBackend(), step()
     with pytest.raises(InvalidInputError, match="refused"):
         backend.run(one.query.float(), one.layer, one.meta, scale=0.1)
+    with pytest.raises(InvalidInputError, match=r"\[T, num_q_heads, head_dim\], got \[2, 256\]"):
+        backend.run(one.query.flatten(1), one.layer, one.meta, scale=0.1)
     assert not kernels.calls
 
 
