@@ -232,7 +232,7 @@ class CudaBackend:
             workspace.decode_attention_on(layer, scale, softcap, window_left, self.deterministic),
             self._decode.kind_of(layer, num_q_heads, window_left),
             weakref.ref(layer, forget),
-            workspace.max_pairs // num_q_heads,
+            workspace.max_pairs // max(num_q_heads, 1),
         )
         self._bound[key] = bound
         return bound
