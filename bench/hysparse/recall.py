@@ -56,6 +56,7 @@ class Index:
 
 INDEXES = (
     Index("oracle", "true attention", (0, 0)),
+    Index("oracle-token", "true attention, single keys", (0, 0)),
     Index("centroids-8", "8 centroids, e4m3", (8, 8)),
     Index("centroids", "8 centroids, 4 bits", (4, 40)),
     Index("centroids-4", "4 centroids, e4m3", (4, 4)),
