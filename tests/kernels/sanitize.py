@@ -45,6 +45,7 @@ from bicl.ops.cuda.linear import add_linear, linear
 from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
 from bicl.ops.cuda.rms_norm import rms_norm
 from bicl.ops.cuda.rotary import rotate
+from bicl.ops.cuda.small_copies import small_copies
 from bicl.ops.cuda.stage_step import bind_stage_step
 from bicl.ops.cuda.swiglu import swiglu
 from bicl.ops.cuda.workspace import Workspace
@@ -198,6 +199,12 @@ def layers() -> None:
         add_linear(linear(x.half(), weight.half()), x.half(), weight.half())
 
 
+def results() -> None:
+    here = torch.arange(301, dtype=torch.uint8, device=DEVICE)
+    there = torch.empty(301, dtype=torch.uint8).pin_memory()
+    small_copies([(here, there), (here[3:40], there[5:42])], here.device)
+
+
 def canary() -> None:
     """Reads memory that nobody wrote, races in shared memory, writes past the end."""
     import cupy
@@ -227,6 +234,7 @@ GROUPS: dict[str, tuple[Callable[[], None], ...]] = {
     "prefill, mma": tuple(partial(prefill, shape, SM80) for shape in (BF16, NARROW_TILES, FP8)),
     "choice of pages": (partial(choose, BF16),),
     "inputs of a step": (stage,),
+    "results of a step": (results,),
     "parts of a layer": (layers,),
 }
 
