@@ -64,8 +64,9 @@ fp8 caches and where tiles are left out, those of the same prompt alone and in o
 full of NaN before they are written. In the column of random traffic, free pages must stay so, and
 attention inside the shard is compared with PyTorch's over keys and values kept apart from the pages
 (but for the same two). The last column: the same cases in bfloat16 on GPUs with CUDA graphs and our
-kernels (`bench/results/tgi-checks-h200*.json`), where tokens are those of the same prompt alone, or
-as likely; with adapters those of transformers, and of two GPUs those of one.
+kernels (`bench/results/tgi-checks-h200*.json`). Tokens there are those of the same prompt alone, of
+two GPUs those of one, with adapters those of transformers; or they part at a token that is less
+likely by at most twice what bf16 does to plain transformers in that answer.
 
 `yes`: all cases of the column hold. `-`: text-generation-inference does not do it there, or the
 row has no adapters, no host cache, no disk cache or no HySparse.
