@@ -86,10 +86,10 @@ def test_the_hopper_prefill_kernel_is_made_of_bulk_copies_and_warpgroup_products
     assert "STL" not in prefill, "a register array went to local memory"
 
 
-def test_scores_are_vector_loads_and_tensor_core_products() -> None:
-    """The index goes from global memory to registers and there into the products; clusters meet
-    at barriers (``WorkE2E`` is ``Work::kChoose``)."""
+def test_scores_are_bulk_copies_and_tensor_core_products() -> None:
+    """The copy engine brings the index, products take its bytes; clusters meet at barriers
+    (``WorkE2E`` is ``Work::kChoose``)."""
     choose = instructions("tiles_kernel", "tiles_kernelILi8ELNS0_4WorkE2E", "sm_90")
-    for instruction in ("LDG.E.LTC128B.128", "IMMA.16832.U8.S8", "UCGABAR_ARV", "ATOMS"):
+    for instruction in ("UBLKCP", "IMMA.16832.U8.S8", "UCGABAR_ARV", "ATOMS"):
         assert instruction in choose
     assert "STL" not in choose, "a register array went to local memory"
