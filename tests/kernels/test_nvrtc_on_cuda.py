@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-DECODE = "test_decode_attention.py::test_one_captured_graph_serves_all_lengths"
+DECODE = "test_decode_steps.py::test_one_captured_graph_serves_all_lengths"
 PREFILL = "test_prefill_attention.py::test_fp8_and_wide_heads_on_the_path_of_this_card"
 SPARSE = "test_sparse_decode.py::test_the_sparse_backend_indexes_what_it_stores_and_selects"
 # kernels, as their symbols spell them: tests that cannot pass without them

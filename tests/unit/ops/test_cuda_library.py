@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,13 @@ def test_a_broken_library_is_a_backend_error(
 @needs_library
 def test_the_library_says_what_it_was_built_for() -> None:
     assert set(library.built_archs()) <= {*RELEASE, "90"}
+
+
+def test_the_tests_of_kernels_from_nvrtc_exist() -> None:
+    """They run on a card only, so nothing else here would notice that one was moved."""
+    folder = Path(__file__).resolve().parents[2] / "kernels"
+    text = (folder / "test_nvrtc_on_cuda.py").read_text()
+    named = re.findall(r"(test_\w+\.py)::(test_\w+)", text)
+    assert named
+    missing = [name for name in named if f"def {name[1]}(" not in (folder / name[0]).read_text()]
+    assert not missing
