@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bench.hysparse.arena import FLOOR, Arena, Key
+from bench.hysparse.arena import FLOOR, PAGE, Arena, Key
 from bench.hysparse.decoding import Episode
 from bench.hysparse.model import Model
 from bench.hysparse.tasks import TASKS, Sample, make_samples
@@ -170,6 +170,7 @@ def _episodes(
         prompt = torch.cat((context, question))
         episode = Episode(len(prompt) - 1, torch.cat((prompt[-1:], answer)))
         return prompt, [episode], [(1, 1 + len(answer))]
+    pairs = [(q, a) for q, a in pairs if len(q) + len(a) <= PAGE]  # what recent windows hold
     longest = max(len(q) + len(a) for q, a in pairs)
     episodes, spans = [], []
     for question, answer in pairs:

@@ -21,6 +21,7 @@ STYLES = {
     "centroids": ("#0b6e4f", "-", "BICL: centroids of a page's keys"),
     "centroids served": ("#0b6e4f", "--", "as served: floor, kinds of text"),
     "centroids fitted": ("#6cc3a0", "-", "fitted"),
+    "centroids served fitted": ("#6cc3a0", "--", "fitted, as served"),
     "bounds": ("#e377c2", "-", "weighted boxes a page"),
     "quest": ("#5b8bd0", "-", "min/max a page (Quest)"),
     "literal": ("#c9822b", "-", "literal: softmax in windows, tokens"),
@@ -77,6 +78,7 @@ def _draw(rows: Rows, meta: Mapping[str, Any], target: Path) -> None:
         for axis in (above, below):
             axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_yscale("symlog", linthresh=1.0)
+    axes[1][0].set_xscale("symlog", linthresh=1.0)
     axes[0][1].legend(frameon=False, fontsize=8)
     figure.suptitle(_title(rows, meta), fontsize=10)
     figure.savefig(target, dpi=130)
@@ -114,7 +116,7 @@ def _bars(axis: Any, sums: Rows, value: str, error: str, label: str, goal: float
 def _colour(name: str) -> str:
     if name.startswith("kvpress"):
         return PRESSES
-    return STYLES.get(name, ("#c9c9c9",))[0]
+    return STYLES.get(name, STYLES.get(name.split(" ")[0], ("#c9c9c9",)))[0]
 
 
 def _title(rows: Rows, meta: Mapping[str, Any]) -> str:
