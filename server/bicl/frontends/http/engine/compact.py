@@ -11,8 +11,8 @@ import torch
 
 from bicl.cache.groups import GroupedManager
 from bicl.frontends.http.engine.config import SparseStats
+from bicl.frontends.http.engine.plan import Chunk
 from bicl.frontends.http.engine.prompts import PromptReader
-from bicl.frontends.http.engine.scheduler import Chunk
 from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
 from bicl.frontends.http.engine.sparse import SparseTotals
 from bicl.frontends.http.request import GenerationRequest

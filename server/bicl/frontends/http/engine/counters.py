@@ -13,7 +13,8 @@ from bicl.frontends.http.engine.config import (
     StepKind,
     StepRecord,
 )
-from bicl.frontends.http.engine.scheduler import Plan, Scheduler
+from bicl.frontends.http.engine.plan import Plan
+from bicl.frontends.http.engine.scheduler import Scheduler
 
 __all__ = ["Counters", "record_of"]
 

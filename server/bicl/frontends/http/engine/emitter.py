@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from bicl.attention.results import ResultCopies
+from bicl.frontends.http.engine.plan import Chunk
 from bicl.frontends.http.engine.sampler import Choice, Chosen, choose
-from bicl.frontends.http.engine.scheduler import Chunk
 from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
 from bicl.frontends.http.request import (
     PrefillToken,

@@ -32,9 +32,10 @@ from bicl.frontends.http.engine.counters import Counters, record_of
 from bicl.frontends.http.engine.emitter import Emitter, Last
 from bicl.frontends.http.engine.forward import Forward
 from bicl.frontends.http.engine.grammar import GrammarCompiler
+from bicl.frontends.http.engine.plan import Plan
 from bicl.frontends.http.engine.runner import ModelRunner
 from bicl.frontends.http.engine.sampler import SamplingState
-from bicl.frontends.http.engine.scheduler import Plan, Scheduler
+from bicl.frontends.http.engine.scheduler import Scheduler
 from bicl.frontends.http.engine.sequence import Sequence, check_ids
 from bicl.frontends.http.engine.sizing import num_pages
 from bicl.frontends.http.engine.stream import RequestStream

@@ -8,8 +8,9 @@ import threading
 import torch
 
 from bicl.frontends.http.engine.compact import CompactControl
+from bicl.frontends.http.engine.plan import Chunk, Plan
 from bicl.frontends.http.engine.runner import ModelRunner
-from bicl.frontends.http.engine.scheduler import Chunk, Plan, Scheduler
+from bicl.frontends.http.engine.scheduler import Scheduler
 from bicl.frontends.http.engine.sparse import SparseControl
 
 __all__ = ["Forward"]

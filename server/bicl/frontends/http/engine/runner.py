@@ -18,7 +18,7 @@ from bicl.cache.sequence import PageCopy, SequencePages
 from bicl.cache.tiers import Fetch
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.engine.graphs import DecodeGraphs
-from bicl.frontends.http.engine.scheduler import Chunk
+from bicl.frontends.http.engine.plan import Chunk
 from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
 from bicl.frontends.http.engine.sizing import (
     group_pages,

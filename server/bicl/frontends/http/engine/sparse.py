@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from bicl.frontends.http.engine.config import SparseStats
+from bicl.frontends.http.engine.plan import Chunk
 from bicl.frontends.http.engine.prompts import PromptReader
-from bicl.frontends.http.engine.scheduler import Chunk
 from bicl.frontends.http.engine.sequence import Sequence
 from bicl.frontends.http.request import GenerationRequest
 from bicl.sparse.config import HySparseConfig
