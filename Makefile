@@ -37,7 +37,9 @@ test-gpu: install-dev kernels ## run the kernel tests on this machine's GPU
 	$(PYTEST) tests/kernels $(ARGS)
 
 sanitize: install-dev ## look for bad memory accesses and races in the kernels (needs compute-sanitizer)
-	NVCC_APPEND_FLAGS=-DBICL_RACECHECK $(BIN)/python csrc/build.py --lineinfo --arch 90a,90 --only '$(SANITIZED)' \
+	rm -f build/sanitize/libbicl_kernels.so
+	@# `-`: with these flags ptxas may serialise a product, which is slow and no fault here
+	-NVCC_APPEND_FLAGS=-DBICL_RACECHECK $(BIN)/python csrc/build.py --lineinfo --arch 90a,90 --only '$(SANITIZED)' \
 	  --build-dir build/sanitize --output build/sanitize/libbicl_kernels.so
 	$(BIN)/python tests/kernels/sanitize.py $(ARGS)
 
