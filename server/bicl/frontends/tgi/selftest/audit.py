@@ -1,9 +1,9 @@
 """Watches a shard under test from the inside: attention against float32, pages against their owner.
 
 Lives in the shard (its ``sitecustomize`` calls :func:`install` when ``TEST_AUDIT`` names a socket)
-and answers a driver through :class:`Auditor`. What attention is compared with shares nothing with
-our pages: every key and value is also kept token by token in a plain tensor, and PyTorch's own
-operations run over it in float32. Inside CUDA graphs the copies are captured with the step.
+and answers a driver's ``Auditor``. What attention is compared with shares nothing with our pages:
+every key and value is also kept token by token in a plain tensor, and PyTorch's own operations run
+over it in float32. Inside CUDA graphs the copies are captured with the step.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import os
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
+from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 import torch
 
-__all__ = ["Auditor", "Difference", "install"]
+__all__ = ["KEY", "Difference", "install"]
 
 VARIABLE = "TEST_AUDIT"
-_KEY = b"bicl audit"
+KEY = b"bicl audit"
 MAX_PREFILL_ROWS = 8  # query rows looked at of a longer prompt, its last ones included
 
 
@@ -342,7 +341,7 @@ def install(flash_causal_lm: Any) -> None:
 
 
 def _serve(audit: _Audit, address: str) -> None:
-    with Listener(address, authkey=_KEY) as listener:
+    with Listener(address, authkey=KEY) as listener:
         while True:
             with listener.accept() as connection:
                 _answer_all(audit, connection)
@@ -358,58 +357,3 @@ def _answer_all(audit: _Audit, connection: Connection) -> None:
             connection.send(audit.answer(command, pages))
         except Exception as error:
             connection.send(error)
-
-
-class Auditor:
-    """The driver's side: asks every rank of a shard that was started with ``TEST_AUDIT``."""
-
-    def __init__(self, folder: Path, world_size: int) -> None:
-        self._connections = [
-            Client(str(folder / f"audit-{rank}"), authkey=_KEY) for rank in range(world_size)
-        ]
-
-    def differences(self) -> list[Difference]:
-        """By rank."""
-        return [Difference(**each) for each in self._ask("difference")]
-
-    def settled(self) -> list[bool]:
-        """By rank, whether the tiers have nothing under way."""
-        return self._ask("settled")
-
-    def cached_tokens(self, request: int) -> list[int]:
-        """By rank, prompt tokens that a request did not compute."""
-        return self._ask("cached", [request])
-
-    def tiles_skipped(self) -> list[int]:
-        """By rank, tiles that HySparse left out since the start."""
-        return self._ask("skipped")
-
-    def largest_steps(self) -> list[int]:
-        """By rank, the most query tokens of a step outside graphs since this was last asked."""
-        return self._ask("largest")
-
-    def poison(self, pages: Iterable[int]) -> None:
-        """Fill pages that belong to nobody with NaN."""
-        self._ask("poison", pages)
-
-    def written(self, pages: Iterable[int]) -> set[int]:
-        """Those of the pages that are no longer full of NaN in every layer of every rank."""
-        return set().union(*self._ask("written", pages))
-
-    def digests(self, pages: Iterable[int]) -> list[list[tuple[int, ...]]]:
-        """Checksums of every page, one a layer, by rank."""
-        return self._ask("digest", pages)
-
-    def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
-
-    def _ask(self, command: str, pages: Iterable[int] = ()) -> list[Any]:
-        wanted = list(pages)
-        for connection in self._connections:
-            connection.send((command, wanted))
-        answers = [connection.recv() for connection in self._connections]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers

@@ -18,7 +18,7 @@ import grpc
 from text_generation_server.pb import generate_pb2 as pb
 from text_generation_server.pb import generate_pb2_grpc
 
-from bicl.frontends.tgi.selftest.audit import Auditor
+from bicl.frontends.tgi.selftest.auditor import Auditor
 
 __all__ = ["CALL_SECONDS", "ShardFailed", "Shards", "start_environment"]
 
