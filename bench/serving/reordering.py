@@ -114,7 +114,8 @@ def _traffic(
 ) -> Traffic:
     """One pass. ``prompts``: other ones for each number; lengths and times are the same."""
     before = engine.snapshot()
-    with _steps(engine) as steps, _kernels(engine, watched) as kernels:
+    # Steps while the profiler opens or closes would be steps without kernels.
+    with _kernels(engine, watched) as kernels, _steps(engine) as steps:
         began = time.perf_counter()
         streams = open_loop(engine, lengths, rate, seconds, prompts=prompts)
         elapsed = time.perf_counter() - began
