@@ -78,6 +78,17 @@ def test_joined_weights_keep_their_names_and_numbers() -> None:
     assert len(storages) == 1
 
 
+def test_other_weights_can_be_loaded_into_fused_layers() -> None:
+    model, other = bicl_model("qwen2"), bicl_model("qwen2")
+    for weight in other.parameters():
+        nn.init.normal_(weight, std=0.05)
+    expected = logits(other)
+    fuse_layers(model)
+    logits(model)
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(logits(model), expected, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(FUSED)))
 def test_layers_of_other_parts_stay_as_they_are(family: str) -> None:
     model = bicl_model(family)

@@ -247,6 +247,8 @@ class _FusedLayer:
         return hidden_states
 
 
+@torch.inference_mode(False)  # whose tensors could not be loaded into later
+@torch.no_grad()
 def _join(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight and bias of all, one after the other; their own become views of them."""
     biases = [linear.bias for linear in linears]
