@@ -7,7 +7,8 @@ A sample of whole conversations is shrunk to the machine (512-token blocks becom
 next request when the last is answered. Variants take turns and begin with an empty cache; each is
 compared within its round. Throughput counts prompt and new tokens; CPU time is that of the whole
 process, which other programs on the machine disturb less than the clock. The ideal is that of
-:mod:`bench.traces.ideal` for the largest of the variant's tiers, which holds what the others do.
+:mod:`bench.traces.ideal` for the largest of the variant's tiers, which holds what the others do;
+``fetches_left_alone`` are hits below the pool that were computed, because that is faster.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class Outcome:
     cpu_seconds: float
     first_token_seconds: list[float]
     cached_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    left_alone: int
 
 
 def run(engine: Engine, requests: Sequence[TraceRequest], clients: int) -> Outcome:
@@ -97,7 +101,12 @@ def run(engine: Engine, requests: Sequence[TraceRequest], clients: int) -> Outco
         thread.join()
     if len(cached) != len(requests):
         raise RuntimeError(f"only {len(cached)} of {len(requests)} requests were answered")
-    return Outcome(time.perf_counter() - began, time.process_time() - cpu, waits, sum(cached))
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+    stats = engine.snapshot()
+    from_tiers = stats.host_hit_tokens, stats.disk_hit_tokens
+    return Outcome(
+        seconds, cpu_seconds, waits, sum(cached), *from_tiers, stats.tiers.skipped_fetches
+    )
 
 
 @contextmanager
@@ -160,6 +169,9 @@ def rows_of(
                 "first_token_p90_ms": round(1000 * float(np.percentile(first, 90)), 1),
                 "hit_rate": rate,
                 "ideal": best,
+                "from_host": statistics.median(o.host_tokens for o in found) / prompt_tokens,
+                "from_disk": statistics.median(o.disk_tokens for o in found) / prompt_tokens,
+                "fetches_left_alone": statistics.median(o.left_alone for o in found),
                 "tokens_held": {
                     "pool": variant.gpu_tokens,
                     "host": variant.host_tokens,
