@@ -119,6 +119,17 @@ def test_a_layer_that_computes_something_else_stays_as_it_is() -> None:
     torch.testing.assert_close(logits(model), expected, atol=1e-3, rtol=1e-4)
 
 
+def test_too_little_memory_is_not_taken_for_an_unusual_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(*args: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("bicl.ops.cpu.linear.linear", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        fuse_layers(bicl_model("llama"))
+
+
 def test_training_goes_the_old_way() -> None:
     model = bicl_model("llama")
     fuse_layers(model)

@@ -152,6 +152,8 @@ def _fuse(layer: Any, call: _Call) -> bool:
     try:
         fused = _FusedLayer(layer, call.handed)
         output = fused(call.hidden.clone(), **keywords)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the layer
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
         return False  # something in it is not as usual
     handed = probe.handed[_number(layer)]
