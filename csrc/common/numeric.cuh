@@ -29,6 +29,12 @@ __device__ __forceinline__ __nv_fp8_e4m3 from_float<__nv_fp8_e4m3>(float x) { re
 template <>
 __device__ __forceinline__ __nv_fp8_e5m2 from_float<__nv_fp8_e5m2>(float x) { return __nv_fp8_e5m2(x); }
 
+// Neighbours in memory, read and written at once.
+template <typename T, int kCount>
+struct alignas(kCount * sizeof(T)) Elements {
+  T at[kCount];
+};
+
 // Calls f with a value of the C++ type that `dtype` names.
 template <typename F>
 decltype(auto) dispatch_dtype(DType dtype, F&& f) {

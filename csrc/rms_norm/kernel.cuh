@@ -8,11 +8,6 @@ namespace bicl {
 
 constexpr int kMaxRmsNormThreads = 512;
 
-template <typename T, int kElements>
-struct alignas(kElements * sizeof(T)) RmsNormChunk {
-  T at[kElements];
-};
-
 __device__ __forceinline__ float rms_norm_block_sum(float value) {
   __shared__ float sums[kMaxRmsNormThreads / 32];
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -28,7 +23,7 @@ __device__ __forceinline__ float rms_norm_block_sum(float value) {
 
 template <typename T, int kElements>
 __global__ void __launch_bounds__(kMaxRmsNormThreads) rms_norm_kernel(const __grid_constant__ RmsNormParams p) {
-  using Chunk = RmsNormChunk<T, kElements>;
+  using Chunk = Elements<T, kElements>;
   const int chunks = p.width / kElements;
   const auto* x = reinterpret_cast<const Chunk*>(static_cast<const T*>(p.x) + blockIdx.x * p.x_stride);
   auto* out = reinterpret_cast<Chunk*>(static_cast<T*>(p.out) + blockIdx.x * p.out_stride);

@@ -6,8 +6,8 @@
 
 #include "../common/fast_div.h"
 #include "../common/layout.cuh"
-#include "../common/numeric.cuh"
 #include "../common/ptx.cuh"
+#include "../rotary/turn.cuh"
 
 namespace bicl {
 
@@ -16,40 +16,16 @@ constexpr int kRotateThreads = 128;
 struct RotateAndStoreIndex {
   FastDiv pairs;  // of chunks, in a head
   FastDiv heads;  // of query, key and value
-  int page_log2;
 };
 
+// Pair `pair` of a head's chunks; heads of the query, of K and of V in one row. tile: the pages'.
 template <typename T>
-struct alignas(16) RotaryChunk {
-  T at[kChunkBytes / sizeof(T)];
-};
-
-template <typename T>
-__device__ __forceinline__ void turn(RotaryChunk<T>& x, RotaryChunk<T>& y, const T* cos, const T* sin, int half) {
-  using Chunk = RotaryChunk<T>;
-  const auto read = [](const T* at) { return *reinterpret_cast<const Chunk*>(at); };
-  const Chunk cos_x = read(cos), cos_y = read(cos + half), sin_x = read(sin), sin_y = read(sin + half);
-#pragma unroll
-  for (int i = 0; i < kChunkBytes / sizeof(T); ++i) {
-    const float a = to_float(x.at[i]), b = to_float(y.at[i]);
-    x.at[i] = from_float<T>(a * to_float(cos_x.at[i]) - b * to_float(sin_x.at[i]));
-    y.at[i] = from_float<T>(b * to_float(cos_y.at[i]) + a * to_float(sin_y.at[i]));
-  }
-}
-
-template <typename T, int kTile>
-__global__ void __launch_bounds__(kRotateThreads)
-    rotate_and_store_kernel(const __grid_constant__ RotateAndStoreParams p, const RotateAndStoreIndex index) {
-  using Chunk = RotaryChunk<T>;
+__device__ __forceinline__ void rotate_and_store_pair(const RotateAndStoreParams& p, int64_t token, int head, int pair,
+                                                      int tile) {
   constexpr int kElements = kChunkBytes / sizeof(T);
+  using Chunk = Elements<T, kElements>;
   const StoreKvParams& s = p.store;
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();  // as in store_kv_kernel
-  uint32_t pair, at;
-  const uint32_t i = blockIdx.x * kRotateThreads + threadIdx.x;
-  const int64_t token = index.heads.divide(index.pairs.divide(i, pair), at);
-  if (token >= s.num_tokens) return;
-  int head = static_cast<int>(at), plane = -1;  // a query's, K's, V's
+  int plane = -1;  // a query's, K's, V's
   const T* row;
   if (head < p.num_q_heads) {
     row = static_cast<const T*>(p.query) + token * p.query_token_stride + head * p.query_head_stride;
@@ -62,7 +38,7 @@ __global__ void __launch_bounds__(kRotateThreads)
     row = static_cast<const T*>(s.value) + token * s.value_token_stride + head * s.value_head_stride;
   }
   const int half = p.rotary_dim / 2, turned = half / kElements;
-  const bool turns = static_cast<int>(pair) < turned;
+  const bool turns = pair < turned;
   if (plane < 0 && !turns) return;
   const int first = turns ? pair * kElements : p.rotary_dim + (pair - turned) * kElements;
   const int second = first + (turns ? half : (s.head_dim - p.rotary_dim) / 2);
@@ -77,15 +53,27 @@ __global__ void __launch_bounds__(kRotateThreads)
     return;
   }
   if (slot < 0) return;
+  const int page_log2 = s.pages.page_size == 64 ? 6 : 5;
   const int token_of_page = static_cast<int>(slot) & (s.pages.page_size - 1);
-  char* target = static_cast<char*>(s.pages.data) + head_page_offset(s.pages, slot >> index.page_log2, head) +
+  char* target = static_cast<char*>(s.pages.data) + head_page_offset(s.pages, slot >> page_log2, head) +
                  plane * s.pages.page_size * s.head_dim * static_cast<int>(sizeof(T));
   const auto place = [&](int element) {
-    return reinterpret_cast<Chunk*>(target + plane_chunk_offset(token_of_page, element / kElements, s.pages.page_size,
-                                                                kTile, s.head_dim, sizeof(T)));
+    return reinterpret_cast<Chunk*>(
+        target + plane_chunk_offset(token_of_page, element / kElements, s.pages.page_size, tile, s.head_dim, sizeof(T)));
   };
   *place(first) = x;
   *place(second) = y;
+}
+
+template <typename T, int kTile>
+__global__ void __launch_bounds__(kRotateThreads)
+    rotate_and_store_kernel(const __grid_constant__ RotateAndStoreParams p, const RotateAndStoreIndex index) {
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();  // as in store_kv_kernel
+  uint32_t pair, head;
+  const uint32_t i = blockIdx.x * kRotateThreads + threadIdx.x;
+  const int64_t token = index.heads.divide(index.pairs.divide(i, pair), head);
+  if (token < p.store.num_tokens) rotate_and_store_pair<T>(p, token, head, pair, kTile);
 }
 
 }  // namespace bicl

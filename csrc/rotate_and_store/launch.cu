@@ -20,7 +20,7 @@ void run(const RotateAndStoreParams& p, cudaStream_t stream) {
   config.block = dim3(kRotateThreads);
   config.pdl = p.store.pdl;
   config.stream = stream;
-  const RotateAndStoreIndex index{FastDiv(pairs), FastDiv(heads), p.store.pages.page_size == 64 ? 6 : 5};
+  const RotateAndStoreIndex index{FastDiv(pairs), FastDiv(heads)};
   launch<rotate_and_store_kernel<T, kTile>>(config, p, index);
 }
 

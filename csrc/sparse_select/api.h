@@ -1,7 +1,7 @@
 #pragma once
 
 #include "../common/check.h"
-#include "../store_kv/api.h"
+#include "../rotate_and_store/api.h"
 #include "launch.h"
 
 namespace bicl {
@@ -68,6 +68,21 @@ inline void store_and_index_api(TensorView key, TensorView value, TensorView pag
   BICL_CHECK(p.num_tokens < 65536 && p.pages.num_kv_heads < 65536) << "too many tokens for a decode step";
   DeviceGuard guard(device);
   store_and_index(p, index, current_stream(device));
+}
+
+// rotate_and_store of one token a sequence, and index_pages, in one launch. False, and then nothing was done, where
+// those do not fit or a KV head's query heads are not whole.
+inline bool rotate_store_and_index_api(TensorView query, TensorView key, TensorView value, TensorView cos,
+                                       TensorView sin, TensorView pages, TensorView records, TensorView slots,
+                                       int64_t page_size, bool pdl) {
+  const auto p = rotate_and_store_params(query, key, value, cos, sin, pages, slots, page_size, pdl);
+  if (!p || p->num_q_heads % p->store.pages.num_kv_heads != 0) return false;
+  const int device = pages.device().device_id;
+  const PageIndex index = index_of(records, p->store.pages, p->store.head_dim, device);
+  BICL_CHECK(p->store.num_tokens < 65536 && p->store.pages.num_kv_heads < 65536) << "too many tokens for a decode step";
+  DeviceGuard guard(device);
+  rotate_store_and_index(*p, index, current_stream(device));
+  return true;
 }
 
 inline void set_sequences(TilesParams& p, const TensorView& page_table, const TensorView& cache_seqlens,

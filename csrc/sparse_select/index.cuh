@@ -4,6 +4,7 @@
 #include "../common/layout.cuh"
 #include "../common/numeric.cuh"
 #include "../common/ptx.cuh"
+#include "../rotate_and_store/kernel.cuh"
 #include "../store_kv/kernel.cuh"
 
 namespace bicl::sparse {
@@ -266,6 +267,30 @@ __global__ void __launch_bounds__(kIndexThreads)
   if (row != p.pages.page_size - 1) return;
   __syncthreads();
   index_page<Stored>(p.pages, index, page, head, p.head_dim, keys, scratch);
+}
+
+// The same behind a rotation of query and key. Grid: (tokens, KV heads); a CTA has a KV head and its query heads.
+template <typename T>
+__global__ void __launch_bounds__(kIndexThreads)
+    rotate_store_and_index_kernel(const __grid_constant__ RotateAndStoreParams p, const PageIndex index,
+                                  const FastDiv pairs) {
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();  // as in store_kv_kernel
+  extern __shared__ __align__(16) char keys[];
+  __shared__ ClusterScratch scratch;
+  const Pages& pages = p.store.pages;
+  const int token = blockIdx.x, head = blockIdx.y, group = p.num_q_heads / pages.num_kv_heads;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < (group + 2) * static_cast<int>(pairs.divisor); i += kIndexThreads) {
+    uint32_t pair;
+    const int own = pairs.divide(i, pair);
+    const int stored = p.num_q_heads + (own - group) * pages.num_kv_heads;  // the first of K's or of V's
+    rotate_and_store_pair<T>(p, token, own < group ? head * group + own : stored + head, pair, pages.tile);
+  }
+  const int64_t slot = p.store.slots[token];
+  if (slot < 0 || (slot & (pages.page_size - 1)) != pages.page_size - 1) return;
+  __syncthreads();
+  index_page<T>(pages, index, slot / pages.page_size, head, p.store.head_dim, keys, scratch);
 }
 
 }  // namespace bicl::sparse

@@ -177,6 +177,20 @@ void store_and_index(const StoreKvParams& p, const PageIndex& index, cudaStream_
   }
 }
 
+void rotate_store_and_index(const RotateAndStoreParams& p, const PageIndex& index, cudaStream_t stream) {
+  const StoreKvParams& s = p.store;
+  if (s.num_tokens == 0) return;
+  LaunchConfig config;
+  config.grid = dim3(s.num_tokens, s.pages.num_kv_heads);
+  config.block = dim3(kIndexThreads);
+  config.shared_bytes = key_bytes(s.pages);
+  config.pdl = s.pdl;
+  config.stream = stream;
+  const FastDiv pairs(s.head_dim * element_bytes(s.pages.dtype) / (2 * kChunkBytes));
+  if (s.pages.dtype == DType::kFloat16) launch<rotate_store_and_index_kernel<__half>>(config, p, index, pairs);
+  else launch<rotate_store_and_index_kernel<__nv_bfloat16>>(config, p, index, pairs);
+}
+
 void score_tiles(const TilesParams& p, int device, cudaStream_t stream) {
   if (p.sequences.batch > 0) run(Work::kScore, p, device, stream);
 }

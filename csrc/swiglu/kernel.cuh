@@ -10,14 +10,9 @@ namespace bicl {
 constexpr int kSwigluThreads = 128;
 
 template <typename T, int kElements>
-struct alignas(kElements * sizeof(T)) SwigluChunk {
-  T at[kElements];
-};
-
-template <typename T, int kElements>
 __global__ void __launch_bounds__(kSwigluThreads)
     swiglu_kernel(const __grid_constant__ SwigluParams p, const FastDiv chunks) {
-  using Chunk = SwigluChunk<T, kElements>;
+  using Chunk = Elements<T, kElements>;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   uint32_t chunk;

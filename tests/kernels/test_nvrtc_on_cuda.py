@@ -58,7 +58,12 @@ CASES = {
     ("prefill4sm90", "plan_kernel"): [f"{PREFILL}[torch.bfloat16-128-chunk on a long prefix]"],
     ("prefill4sm90", "__nv_fp8_e4m3"): [f"{PREFILL}[torch.float8_e4m3fn-128-ragged]"],
     ("prefill3mma", "__nv_fp8_e5m2"): [f"{PREFILL}[torch.float8_e5m2-64-ragged]"],
-    ("index_pages_kernel", "store_and_index_kernel", "tiles_kernel"): [SPARSE],
+    (
+        "index_pages_kernel",
+        "29rotate_store_and_index_kernel",
+        "22store_and_index_kernel",
+        "tiles_kernel",
+    ): [SPARSE, "test_rotate_and_store.py::test_it_also_indexes_the_pages_that_it_completes"],
 }
 
 

@@ -12,6 +12,7 @@ from bicl.attention.rotary import Rotary
 from bicl.cache.layout import PageLayout
 from bicl.ops.cuda import library
 from bicl.ops.cuda.rotary import rotate
+from bicl.sparse.index import make_indexes
 
 pytestmark = pytest.mark.gpu
 
@@ -75,6 +76,47 @@ def test_it_equals_rotation_and_store(layout, heads: int, rotary: int, tokens: i
     assert one_launch(own, rows, cos, sin, slots)
     assert torch.equal(rows[0], expected[0])
     assert torch.equal(own.pages, other.pages)
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "rotary"),
+    [
+        (PageLayout(8, 128, BF16), 32, 128),
+        (PageLayout(2, 128, FP16), 14, 64),
+        (PageLayout(2, 96, BF16, 32, 32), 4, 96),
+        (PageLayout(1, 256, FP16), 8, 32),
+        (PageLayout(2, 128, BF16, 64, 32), 4, 128),
+        (PageLayout(2, 128, FP8), 4, 128),
+        (PageLayout(2, 80, BF16), 4, 80),
+    ],
+    ids=str,
+)
+def test_it_also_indexes_the_pages_that_it_completes(layout, heads: int, rotary: int) -> None:
+    """In one launch or, the last two, in two; against three."""
+    kv_heads, size = layout.num_kv_heads, layout.page_size
+    dtype = layout.dtype if layout.dtype.itemsize == 2 else BF16
+    slots = torch.tensor([size - 1, size, 3 * size - 1, -1, 5 * size - 2], device=DEVICE)
+    layers = [layer_of(layout), layer_of(layout)]
+    indexes = [make_indexes({0: layer}, "centroids", dtype)[0] for layer in layers]
+    earlier = projected(PAGES * size, 1, kv_heads, layout.head_dim, dtype)
+    backend = CudaBackend()
+    for layer, index in zip(layers, indexes, strict=True):
+        places = torch.arange(PAGES * size, device=DEVICE)
+        backend.store(layer, earlier[:, 1 : 1 + kv_heads], earlier[:, 1 + kv_heads :], places)
+        index.vectors.fill_(7)
+    qkv = projected(len(slots), heads, kv_heads, layout.head_dim, dtype)
+    cos, sin = angles(len(slots), rotary, dtype)
+    query, key, value = torch.split(qkv.clone(), [heads, kv_heads, kv_heads], dim=1)
+    rotate(query, key, cos, sin)
+    backend.store(layers[1], key, value, slots, records=indexes[1].vectors)
+    rows = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+    turned = Rotary(rows[0], cos, sin)
+    backend.store(layers[0], rows[1], rows[2], slots, rotary=turned, records=indexes[0].vectors)
+    assert torch.equal(rows[0], query)
+    assert torch.equal(layers[0].pages.view(torch.uint8), layers[1].pages.view(torch.uint8))
+    assert torch.equal(indexes[0].vectors, indexes[1].vectors)
+    changed = (indexes[0].vectors != 7).any(dim=1).nonzero().flatten()
+    assert changed.tolist() == [0, 2], "pages that these tokens complete"
 
 
 @pytest.mark.parametrize("case", ["fp8", "padded", "rotary dims", "rows not aligned", "float32"])

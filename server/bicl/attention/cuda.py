@@ -18,7 +18,7 @@ from bicl.ops.cuda.copy_pages import copy_pages
 from bicl.ops.cuda.decode_attention import DecodePlanner, PlanKind
 from bicl.ops.cuda.gather import gather
 from bicl.ops.cuda.prefill_attention import PrefillPlanner, prefill_attention
-from bicl.ops.cuda.rotary import rotate, rotate_and_store
+from bicl.ops.cuda.rotary import rotate_and_store
 from bicl.ops.cuda.sparse import store_and_index
 from bicl.ops.cuda.store_kv import store_kv
 from bicl.ops.cuda.workspace import Workspace
@@ -95,11 +95,9 @@ class CudaBackend:
         if value.stride(-1) != 1:
             value = value.contiguous()
         try:
-            if rotary is not None and records is not None:
-                rotate(rotary.query, key, rotary.cos, rotary.sin)
-                rotary = None
             if rotary is not None:
-                rotate_and_store(layer, *rotary, key, value, slots, pdl=self.pdl)
+                rows = (*rotary, key, value, slots)
+                rotate_and_store(layer, *rows, records=records, pdl=self.pdl)
             elif records is None:
                 store_kv(layer, key, value, slots, pdl=self.pdl)
             else:

@@ -46,6 +46,7 @@ HEADERS = {
     "bicl::sparse::index_pages_kernel": "sparse_select/index.cuh",
     "bicl::sparse::store_and_index_kernel": "sparse_select/index.cuh",
     "bicl::sparse::tiles_kernel": "sparse_select/tiles.cuh",
+    "bicl::sparse::rotate_store_and_index_kernel": "sparse_select/index.cuh",
 }
 """Kernel (template) to the header that defines it, below the sources' root."""
 

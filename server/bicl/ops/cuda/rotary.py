@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bicl.ops.cuda import library
+from bicl.ops.cuda.sparse import store_and_index
 from bicl.ops.cuda.store_kv import store_kv
 
 if TYPE_CHECKING:
@@ -40,17 +41,22 @@ def rotate_and_store(
     value: torch.Tensor,
     slots: torch.Tensor,
     *,
+    records: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """:func:`rotate`, then ``store_kv``: in one launch, which leaves ``key`` as it was, or, where
-    pages are fp8 or padded, or rows are not aligned, in two. Bit for bit the same.
+    """:func:`rotate`, then ``store_kv`` or ``store_and_index``: in one launch, which leaves ``key``
+    as it was, or, where pages are fp8 or padded, or rows are not aligned, in two. Bit for bit the
+    same.
 
     Args:
+        records: with them ``store_and_index``, which see.
         pdl: start before the kernel ahead has ended; it is waited for before anything is read.
     """
-    done = library.module().rotate_and_store(
-        query, key, value, cos, sin, layer.pages, slots, layer.layout.page_size, pdl
-    )
-    if not done:
+    rows, where = (query, key, value, cos, sin, layer.pages), (slots, layer.layout.page_size, pdl)
+    if records is None:
+        if not library.module().rotate_and_store(*rows, *where):
+            rotate(query, key, cos, sin)
+            store_kv(layer, key, value, slots, pdl=pdl)
+    elif not library.module().rotate_store_and_index(*rows, records, *where):
         rotate(query, key, cos, sin)
-        store_kv(layer, key, value, slots, pdl=pdl)
+        store_and_index(layer, records, key, value, slots, pdl=pdl)
