@@ -86,7 +86,7 @@ class CudaBackend:
         Args:
             records: for a step of one token a sequence: uint8 ``[num_pages, n]``, the index of
                 HySparse (``bicl/sparse/index.py``); rewritten for the pages that this step
-                completes, in the same launch. The rotation then has one of its own.
+                completes, in the same launch.
         """
         check_no_grad("key", key)
         check_no_grad("value", value)
