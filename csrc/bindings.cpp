@@ -15,6 +15,7 @@
 #include "store_kv/api.h"
 #include "swiglu/api.h"
 #include "transfer_pages/api.h"
+#include "widen_pages/api.h"
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(built_archs, bicl::built_archs);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_offsets, bicl::layout_offsets);
@@ -36,11 +37,12 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_workspace_bytes, bicl::prefill_workspace_b
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, bicl::rms_norm_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_and_store, bicl::rotate_and_store_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate, bicl::rotate_api);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(score_tiles, bicl::score_tiles_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_store_and_index, bicl::rotate_store_and_index_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(score_tiles, bicl::score_tiles_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_tiles, bicl::select_tiles_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(small_copies, bicl::small_copies_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_and_index, bicl::store_and_index_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_kv, bicl::store_kv_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(swiglu, bicl::swiglu_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transfer_pages, bicl::transfer_pages_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(widen_pages, bicl::widen_pages_api);

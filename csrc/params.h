@@ -74,6 +74,16 @@ struct GatherParams {
   int max_tokens;          // host upper bound of cache_seqlens
 };
 
+// fp8 pages of a step's sequences as 16-bit pages: page j of sequence b becomes page b * pages_per_sequence + j.
+struct WidenPagesParams {
+  Pages source;
+  Pages target;         // of the source's KV heads [first_head, first_head + target.num_kv_heads)
+  Sequences sequences;  // in the source
+  int first_head;
+  int pages_per_sequence;
+  bool pdl;
+};
+
 struct CopyPagesParams {
   const int64_t* layers;      // [num_layers], device address of each layer's pages
   const int64_t* page_bytes;  // [num_layers], multiples of 16

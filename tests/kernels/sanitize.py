@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +48,7 @@ from bicl.ops.cuda.rotary import rotate
 from bicl.ops.cuda.small_copies import small_copies
 from bicl.ops.cuda.stage_step import bind_stage_step
 from bicl.ops.cuda.swiglu import swiglu
+from bicl.ops.cuda.widen_pages import widen_pages
 from bicl.ops.cuda.workspace import Workspace
 from bicl.sparse.index import make_indexes
 from bicl.sparse.selection import SelectionRule
@@ -79,6 +80,17 @@ def pages(shape: Shape) -> None:
     target = LayerCache(torch.empty_like(step.layer.pages), layout)
     fresh = torch.arange(layout.pages_for(60), dtype=torch.int32, device=DEVICE)
     compact_tokens(step.layer, step.meta.page_table[3], positions, target, fresh)
+    if layout.element_bytes == 1:
+        wide = replace(layout, dtype=dtype)
+        room = torch.empty(wide.shape(20), dtype=dtype, device=DEVICE)
+        widen_pages(
+            step.layer,
+            LayerCache(room, wide),
+            step.meta.page_table,
+            step.meta.cache_seqlens,
+            first_head=0,
+            pages_per_sequence=5,
+        )
 
 
 def decode(shape: Shape, *schedules: dict[str, object]) -> None:

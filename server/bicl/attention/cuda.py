@@ -12,6 +12,7 @@ from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.attention.rotary import Rotary
 from bicl.attention.validate import check_no_grad, check_page_lists, check_tensor
+from bicl.attention.widening import PageWidener
 from bicl.errors import BackendError, BiclError, InvalidInputError
 from bicl.ops.cuda import library
 from bicl.ops.cuda.copy_pages import copy_pages
@@ -59,6 +60,7 @@ class CudaBackend:
         self._bound: dict[tuple[object, ...], _Bound] = {}
         self._decode = DecodePlanner(deterministic=deterministic, pdl=pdl)
         self._prefill = PrefillPlanner(deterministic=deterministic)
+        self._widener = PageWidener(deterministic=deterministic, pdl=pdl)
         self._workspaces: dict[torch.device, Workspace] = {}
         # Captured graphs keep using the workspace they were captured with.
         self._outgrown: list[Workspace] = []
@@ -152,22 +154,8 @@ class CudaBackend:
                 # The last position sees nothing to its right: window_right and causal are idle.
                 self._run_decode(result, lse, query, layer, meta, scale, softcap, window_left)
             else:
-                if not _aligned(query):
-                    query = query.contiguous()
-                plan = self._prefill.plan_for(
-                    query, layer, meta, window_left=window_left, window_right=window_right
-                )
-                prefill_attention(
-                    query,
-                    layer,
-                    meta.page_table,
-                    meta.cache_seqlens,
-                    plan,
-                    out=result,
-                    lse=lse,
-                    scale=scale,
-                    softcap=softcap,
-                    pdl=self.pdl,
+                self._run_prefill(
+                    result, lse, query, layer, meta, scale, softcap, (window_left, window_right)
                 )
         except BiclError:
             raise
@@ -178,6 +166,39 @@ class CudaBackend:
                 raise
             raise BackendError(str(error)) from error
         return result if lse is None else (result, lse)
+
+    def _run_prefill(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        query: torch.Tensor,
+        layer: LayerCache,
+        meta: AttentionMetadata,
+        scale: float,
+        softcap: float,
+        window: tuple[int, int],
+    ) -> None:
+        if not _aligned(query):
+            query = query.contiguous()
+        left, right = window
+        for part in self._widener.parts(query, layer, meta):
+            heads = part.query_heads
+            rows = query[:, heads]
+            plan = self._prefill.plan_for(
+                rows, part.layer, meta, window_left=left, window_right=right
+            )
+            prefill_attention(
+                rows,
+                part.layer,
+                part.page_table,
+                meta.cache_seqlens,
+                plan,
+                out=out[:, heads],
+                lse=None if lse is None else lse[heads],
+                scale=scale,
+                softcap=softcap,
+                pdl=self.pdl,
+            )
 
     def _run_decode(
         self,

@@ -43,10 +43,11 @@ HEADERS = {
     "bicl::prefill::sm90::kernel": "prefill_attention/sm90/kernel.cuh",
     "bicl::prefill::plan_kernel": "prefill_attention/plan_kernel.cuh",
     "bicl::compact_tokens_kernel": "compact_tokens/kernel.cuh",
+    "bicl::widen_pages_kernel": "widen_pages/kernel.cuh",
     "bicl::sparse::index_pages_kernel": "sparse_select/index.cuh",
     "bicl::sparse::store_and_index_kernel": "sparse_select/index.cuh",
-    "bicl::sparse::tiles_kernel": "sparse_select/tiles.cuh",
     "bicl::sparse::rotate_store_and_index_kernel": "sparse_select/index.cuh",
+    "bicl::sparse::tiles_kernel": "sparse_select/tiles.cuh",
 }
 """Kernel (template) to the header that defines it, below the sources' root."""
 
