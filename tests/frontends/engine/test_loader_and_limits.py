@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.tiny_models import byte_tokenizer, tiny_loaded, tiny_model
 
+from bicl.attention.widening import ROOM_BYTES
 from bicl.errors import ConfigError
-from bicl.frontends.http.engine import Engine, EngineConfig
+from bicl.frontends.http.engine import Engine, EngineConfig, sizing
 from bicl.frontends.http.engine.graphs import capture_sizes
 from bicl.frontends.http.engine.sizing import num_pages, page_bytes
 from bicl.frontends.http.loader import bundled_model_path, load_model
@@ -84,6 +87,22 @@ def test_cache_memory_becomes_pages(tiny) -> None:
     one = page_bytes(tiny, EngineConfig())
     assert one == 3 * 2 * 2 * 64 * 64 * 4  # layers, K and V, heads, tokens, dims, float32
     assert num_pages(tiny, EngineConfig(cache_memory_bytes=10 * one + 5)) == 10
+
+
+def test_fp8_on_a_gpu_leaves_room_for_widened_pages(tiny, monkeypatch) -> None:
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: ROOM_BYTES + (1 << 20))
+    on_gpu = replace(tiny, device=torch.device("cuda"))
+    for loaded, dtype, free in (
+        (on_gpu, torch.float8_e4m3fn, 1 << 20),
+        (on_gpu, torch.bfloat16, ROOM_BYTES + (1 << 20)),
+        (tiny, torch.float8_e4m3fn, ROOM_BYTES + (1 << 20)),
+    ):
+        config = EngineConfig(
+            kv_dtype=dtype, num_pages=free // page_bytes(tiny, EngineConfig(kv_dtype=dtype))
+        )
+        assert num_pages(loaded, config) == config.num_pages
+        with pytest.raises(ConfigError, match=f"{free} are free"):
+            num_pages(loaded, replace(config, num_pages=config.num_pages + 1))
 
 
 def test_cache_too_large_for_the_machine_says_what_fits(tiny) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from bicl.attention.widening import ROOM_BYTES
 from bicl.cache.layout import PageLayout
 from bicl.config import KVCacheConfig, parse_memory
 from bicl.errors import ConfigError
@@ -117,6 +118,7 @@ def num_pages(loaded: LoadedModel, config: EngineConfig) -> int:
             free memory.
     """
     one, free = page_bytes(loaded, config), free_bytes(loaded.device)
+    free = max(0, free - _widening_bytes(loaded, config))
     whole = _whole_request_bytes(loaded, config)
     needed = _longest(config)
     if config.num_pages is not None:
@@ -136,6 +138,12 @@ def num_pages(loaded: LoadedModel, config: EngineConfig) -> int:
             f"one page needs {one} bytes, which the cache memory does not hold; give it more"
         )
     return pages
+
+
+def _widening_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
+    """What prefills over fp8 pages take beside the pool, once for all layers."""
+    dtype = config.kv_dtype or loaded.dtype
+    return ROOM_BYTES if loaded.device.type == "cuda" and dtype.itemsize == 1 else 0
 
 
 def _whole_request_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
