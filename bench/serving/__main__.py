@@ -58,7 +58,7 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterato
         fitting = [(b, k) for b, k in shapes if b * k // 64 <= options.pages]
         yield from reordering.decode_rows(engine, fitting, rounds=2 * options.rounds)
         shapes = [(1, 2048), (1, 4096)]
-        yield from reordering.prefill_rows(engine, shapes, rounds=options.rounds)
+        yield from reordering.prefill_rows(engine, shapes, rounds=4 * options.rounds)
         if options.device.startswith("cuda"):
             decode, prefill = StepShape((1,) * 64, (1023,) * 64), StepShape((2048,), (0,))
             yield from reordering.side_stream_rows(engine, [decode], rounds=8 * options.rounds)
@@ -87,7 +87,7 @@ def misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Ro
             for name, more in variants.items()
         }
         yield from reuse.no_hit_rows(
-            engines, requests=64, prompt=512, reply=32, rounds=options.rounds
+            engines, requests=64, prompt=512, reply=32, rounds=2 * options.rounds
         )
 
 

@@ -207,9 +207,9 @@ def decode_rows(
                 "shape": f"{batch}x{context}",
                 "batch": batch,
                 # A step's time wanders by more than its stores take: the timeline is exact.
-                "value": timeline.get("timeline", found.share),
-                "by_pairs": found.share,
-                **_difference(found, rounds),
+                "value": timeline.get("timeline", found.share.value),
+                "by_pairs": found.share.value,
+                **_difference(found),
                 **timeline,
             }
         )
@@ -226,8 +226,8 @@ def prefill_rows(engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: i
             {
                 "case": "prefill with reordering",
                 "shape": f"{batch}x{tokens}",
-                "value": 1 - found.share,
-                **_difference(found, rounds),
+                "value": 1 - found.share.value,
+                **_difference(found),
                 "unit": "x",
                 **_timeline(engine, pair, 1),
             }
@@ -241,32 +241,30 @@ def side_stream_rows(engine: Engine, shapes: Sequence[StepShape], *, rounds: int
     for shape in shapes:
         pair = step_pair(engine._runner, shape, store_on_side_stream)
         found = exposed(pair, engine.loaded.device, rounds=rounds)
-        aside_us = found.step_us - found.store_us
+        share = found.share
         rows.append(
             {
                 "case": "stores on a side stream",
                 "shape": f"{len(shape.counts)}x{shape.counts[0] + shape.starts[0]}, "
                 f"{sum(shape.counts)} tokens computed",
-                "value": found.step_us / aside_us,
+                "value": 1 / (1 - share.value),
                 "unit": "x the speed of stores in line",
-                "interval": [
-                    found.step_us / (found.step_us - us) for us in (found.low_us, found.high_us)
-                ],
+                "interval": [1 / (1 - share.low), 1 / (1 - share.high)],
                 "step_us": round(found.step_us, 1),
-                "aside_us": round(aside_us, 1),
-                "pairs": rounds,
+                "pairs": share.count,
             }
         )
     return rows
 
 
-def _difference(found: Exposed, rounds: int) -> dict[str, Any]:
+def _difference(found: Exposed) -> dict[str, Any]:
+    share = found.share
     return {
         "unit": "of step time",
-        "store_share_interval": [found.low_us / found.step_us, found.high_us / found.step_us],
+        "store_share_interval": [share.low, share.high],
         "step_us": round(found.step_us, 1),
-        "store_us": round(found.store_us, 1),
-        "pairs": rounds,
+        "store_us": round(share.value * found.step_us, 1),
+        "pairs": share.count,
     }
 
 

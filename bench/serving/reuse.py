@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from bench.serving.load import finish, random_prompt, submit
-from bicl.frontends.http.engine import Engine
+from bench.serving.paired import median_of, orders
+from bicl.frontends.http.engine import Engine, EngineStats
 
 __all__ = ["in_flight_row", "no_hit_rows", "three_turns_row"]
 
@@ -24,14 +25,18 @@ __all__ = ["in_flight_row", "no_hit_rows", "three_turns_row"]
 def no_hit_rows(
     engines: Mapping[str, Engine], *, requests: int, prompt: int, reply: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Rows for all engines but ``off``, the one without an index. They take turns."""
+    """Rows for all engines but ``off``, the one without an index. They take turns; a ratio is taken
+    within each round."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(rounds + 1):
-        order = list(engines) if number % 2 else list(reversed(engines))
+    begun: dict[str, EngineStats] = {}
+    for number, order in zip(range(rounds + 1), orders(list(engines)), strict=False):
         for name in order:
             took = _serve_strangers(engines[name], number, requests, prompt, reply)
             if number:  # the first round fills pools and caches
                 seconds[name].append(took)
+            else:
+                begun[name] = engines[name].snapshot()
+    steps = {name: _ms_per_step(begun[name], engines[name].snapshot()) for name in engines}
     tokens = requests * (prompt + reply)
     rows = []
     for name in engines:
@@ -40,19 +45,36 @@ def no_hit_rows(
         stats = engines[name].snapshot()
         assert stats.hit_tokens == 0
         ratios = [off / on for off, on in zip(seconds["off"], seconds[name], strict=True)]
+        found = median_of(ratios)
         rows.append(
             {
                 "case": f"no hits, {name}",
-                "value": statistics.median(ratios),
+                "value": found.value,
                 "unit": "x",
-                "spread": [round(r, 4) for r in sorted(ratios)],
+                "interval": [found.low, found.high],
+                "rounds": found.count,
                 "tokens_per_second": round(tokens / statistics.median(seconds[name])),
                 "tokens_per_second_off": round(tokens / statistics.median(seconds["off"])),
+                "ms_per_step": steps[name],
+                "ms_per_step_off": steps["off"],
                 "shape": f"{requests} requests of {prompt}+{reply} tokens",
                 "evicted_pages": stats.evicted_pages,
             }
         )
     return rows
+
+
+def _ms_per_step(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """Means, by kind of step."""
+
+    def mean(kind: str) -> float:
+        seconds, count = (
+            getattr(after, f"{kind}_{what}") - getattr(before, f"{kind}_{what}")
+            for what in ("time", "steps")
+        )
+        return round(1e3 * seconds / count, 3)
+
+    return {kind: mean(kind) for kind in ("prefill", "decode")}
 
 
 def _serve_strangers(engine: Engine, seed: int, requests: int, prompt: int, reply: int) -> float:

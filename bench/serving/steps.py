@@ -4,15 +4,13 @@ A step is its rows' lengths. It runs on random tokens and pages, once as it is a
 ``backend.store`` left out (attention reads the same pages and does the same work), and the
 difference is the time of reordering that nothing hides.
 
-Times are medians over pairs of runs that follow each other, with the interval in which the median
-of many such pairs lies in 95 of 100 cases.
+Shares are medians over pairs of runs that follow each other (:mod:`bench.serving.paired`).
 
 On a GPU both are captured in CUDA graphs and replayed, so that only the device counts.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.serving.paired import Median, median_of, orders
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.attention.rotary import Rotary
@@ -101,23 +100,16 @@ def store_on_side_stream(runner: ModelRunner) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Exposed:
-    """Microseconds of one step as it is, and the part of it that is the store's, with the ends of
-    its interval."""
+    """Microseconds of one step as it is, and the share of it that the other way does without."""
 
     step_us: float
-    store_us: float
-    low_us: float
-    high_us: float
-
-    @property
-    def share(self) -> float:
-        return self.store_us / self.step_us
+    share: Median
 
 
 def exposed(pair: tuple[Run, Run], device: torch.device, *, rounds: int) -> Exposed:
     """Measure a :func:`step_pair`; the device must be idle."""
     clock = _gpu_us if device.type == "cuda" else lambda call: _wall_us(call, device)
-    return _difference(*pair, clock, rounds)
+    return _compared(*pair, clock, rounds)
 
 
 def step_pair(
@@ -140,26 +132,13 @@ def step_pair(
     return _captured(run), _captured(run_other)
 
 
-def _difference(stored: Run, bare: Run, clock: Callable[[Run], float], rounds: int) -> Exposed:
-    """Medians over pairs that follow each other, every second pair in reverse order."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(rounds + 1):
-        order = (0, 1) if number % 2 else (1, 0)
-        pair = {which: clock((stored, bare)[which]) for which in order}
-        if number:  # the first pair warms up
-            times[0].append(pair[0])
-            times[1].append(pair[1])
-    step = statistics.median(times[0])
-    differences = sorted(a - b for a, b in zip(*times, strict=True))
-    # Ranks between which the median lies, from the binomial distribution.
-    margin = 0.98 * math.sqrt(rounds)
-    low, high = math.floor((rounds - 1) / 2 - margin), math.ceil((rounds - 1) / 2 + margin)
-    return Exposed(
-        step,
-        statistics.median(differences),
-        differences[max(0, low)],
-        differences[min(rounds - 1, high)],
-    )
+def _compared(stored: Run, bare: Run, clock: Callable[[Run], float], rounds: int) -> Exposed:
+    times, shares = [], []
+    for _, order in zip(range(rounds + 1), orders((stored, bare)), strict=False):
+        pair = {run: clock(run) for run in order}
+        times.append(pair[stored])
+        shares.append(1 - pair[bare] / pair[stored])
+    return Exposed(statistics.median(times[1:]), median_of(shares[1:]))  # the first warms up
 
 
 def _step(runner: ModelRunner, shape: StepShape) -> Run:

@@ -183,10 +183,10 @@ class Engine:
         return self._runner.cache_bytes
 
     def flush_cache(self, adapter_id: str | None = None) -> FlushReport:
-        """Forget every cached prefix (or one adapter's), in all tiers. Live requests go on
-        undisturbed."""
+        """Forget every cached prefix (or one adapter's), in all tiers. Requests that run go on
+        undisturbed; those that wait find nothing."""
         with self._lock:
-            return self._scheduler.manager.flush(adapter_id)
+            return self._scheduler.flush(adapter_id)
 
     def pin(
         self, token_ids: SequenceOf[int], ttl_seconds: float | None = None, *, salt: str = ""
@@ -270,9 +270,13 @@ class Engine:
             return False
         return True
 
-    def _take_arrivals(self) -> None:
+    def _take_requests(self) -> None:
         while self._arrivals:
             self._scheduler.add(self._arrivals.popleft())
+
+    def _take_arrivals(self) -> None:
+        """Requests, and whom to drop; not while a step runs."""
+        self._take_requests()
         while self._aborts:
             sequence = self._scheduler.find(self._aborts.popleft())
             if sequence is not None:
@@ -309,6 +313,8 @@ class Engine:
                     self._scheduler.commit(chunk)
                 if self._sparse is not None:
                     self._sparse.settle(chunks)
+                self._take_requests()
+                self._scheduler.prepare()
             num_generated, ended = self._emitter.emit(ready)
         except Exception as error:
             if not (isinstance(error, TransferError) and self._retry(plan)):

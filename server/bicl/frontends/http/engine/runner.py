@@ -14,6 +14,7 @@ from bicl.attention.backend import AttentionBackend, make_backend
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import KVPool
 from bicl.attention.store_clock import StoreClock
+from bicl.cache.keys import ID_BYTES
 from bicl.cache.sequence import PageCopy, SequencePages
 from bicl.cache.tiers import Fetch
 from bicl.frontends.http.engine.config import EngineConfig
@@ -212,23 +213,19 @@ class ModelRunner:
         )
 
     def _pack(self, chunks: SequenceOf[Chunk]) -> _Packed:
-        ids: list[int] = []
         logit_rows: list[int] = []
+        first = 0
         for chunk in chunks:
-            sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
-            self._extend_row(sequence)
+            self._extend_row(chunk.sequence)
+            first += chunk.count
             if chunk.logits is LogitsNeed.ALL:
-                logit_rows.extend(range(len(ids), len(ids) + chunk.count))
+                logit_rows.extend(range(first - chunk.count, first))
             elif chunk.logits is LogitsNeed.LAST:
-                logit_rows.append(len(ids) + chunk.count - 1)
-            if chunk.count == 1:
-                ids.append(sequence.ids[start])
-            else:
-                ids.extend(sequence.ids[start:end])
+                logit_rows.append(first - 1)
         counts = np.array([chunk.count for chunk in chunks], dtype=np.int32)
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
         return _Packed(
-            ids=ids,
+            input_ids=_input_ids(chunks),
             logit_rows=logit_rows,
             counts=counts,
             starts=starts,
@@ -276,6 +273,20 @@ class ModelRunner:
         return tensor.to(self.device, non_blocking=True)
 
 
+def _input_ids(chunks: SequenceOf[Chunk]) -> np.ndarray:
+    """int64. Decode rows come first; prompts are packed already."""
+    decodes = _num_decodes(chunks)
+    newest = np.array([c.sequence.ids[c.start] for c in chunks[:decodes]], dtype=np.int64)
+    return np.concatenate([newest, *map(_ids_of, chunks[decodes:])])
+
+
+def _ids_of(chunk: Chunk) -> np.ndarray:
+    sequence, end = chunk.sequence, chunk.start + chunk.count
+    if end <= sequence.num_prompt:
+        return np.frombuffer(sequence.packed_prompt, np.int64, chunk.count, chunk.start * ID_BYTES)
+    return np.array(sequence.ids[chunk.start : end], dtype=np.int64)
+
+
 def _num_decodes(chunks: SequenceOf[Chunk]) -> int:
     """Leading chunks of one token."""
     return sum(1 for _ in takewhile(lambda chunk: chunk.count == 1, chunks))
@@ -305,7 +316,7 @@ class _Packed:
     def __init__(
         self,
         *,
-        ids: list[int],
+        input_ids: np.ndarray,
         logit_rows: list[int],
         counts: np.ndarray,
         starts: np.ndarray,
@@ -315,18 +326,18 @@ class _Packed:
         group: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
         self.counts = counts
-        self.input_ids = np.array(ids, dtype=np.int64)
+        self.input_ids = input_ids
         self.logit_rows = np.array(logit_rows, dtype=np.int64)
         self.cu_seqlens_q = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=self.cu_seqlens_q[1:])
-        self.is_decode = len(ids) == len(counts) == len(logit_rows)
+        self.is_decode = len(input_ids) == len(counts) == len(logit_rows)
         if self.is_decode:
             row_of: np.ndarray = np.arange(len(counts))
             self.positions = starts
         else:
             row_of = np.repeat(np.arange(len(counts)), counts)
             first = self.cu_seqlens_q[:-1].astype(np.int64)
-            self.positions = np.arange(len(ids)) + (starts - first)[row_of]
+            self.positions = np.arange(len(input_ids)) + (starts - first)[row_of]
         self.page_table = page_table
         self.cache_seqlens = (starts + counts).astype(np.int32)
         written = self.positions >= committed[row_of]

@@ -11,6 +11,7 @@ import numpy as np
 from bicl.cache.keys import ID_BYTES
 from bicl.cache.manager import CacheManager
 from bicl.cache.sequence import SequencePages
+from bicl.cache.stats import FlushReport
 from bicl.errors import CapacityError, OverloadedError
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.engine.plan import Chunk, Plan
@@ -33,6 +34,9 @@ class Scheduler:
 
     While a request waits, its pages begin to come from the tiers. Once admitted it joins the batch
     when they are there; with nothing else to run, layer by layer as they come.
+
+    Looking prompts up and finding room for them takes as long as the rest of a plan together, so
+    that is done for those who come next while the device computes (:meth:`prepare`).
     """
 
     def __init__(self, manager: CacheManager, config: EngineConfig) -> None:
@@ -107,6 +111,37 @@ class Scheduler:
         if not (chunks or admitted or unservable):
             return None
         return Plan(chunks, admitted, unservable)
+
+    def prepare(self) -> None:
+        """Once a step is issued and committed: pages for those who will begin in the next one.
+
+        As many pages stay available as that step's decode rows may need, so that no row gives way
+        to what only waits.
+        """
+        if self._crowded:
+            return
+        budget = self._budget - sum(s.num_left for s in self.running if s.num_left > 1)
+        rows = self._max_batch - len(self.running)
+        for sequence in islice(self.waiting, rows):
+            if budget <= 0:
+                return
+            if self._prefix_is_on_its_way(sequence) or self._is_read(sequence):
+                continue
+            if sequence.pages is None:
+                pages = self.manager.pages_for(len(sequence.ids)) + len(self.running)
+                if pages > self.manager.available_pages or not self._hold_pages(sequence):
+                    return
+                self._prefilling.append(sequence)
+            assert sequence.pages is not None
+            budget -= len(sequence.ids) - sequence.pages.num_cached_tokens
+
+    def flush(self, adapter_id: str | None = None) -> FlushReport:
+        """See :meth:`CacheManager.flush`. Requests that wait begin without what is forgotten."""
+        for sequence in self.waiting:
+            if adapter_id in (None, sequence.namespace.adapter_id):
+                self._let_go(sequence)
+                sequence.sought_in_host = sequence.sought_on_disk = False
+        return self.manager.flush(adapter_id)
 
     def retry(self, sequence: Sequence) -> None:
         """Its pages did not come from the tiers: back to the head of the queue, to compute them."""
