@@ -3,6 +3,7 @@ choice of tiles was worth."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,9 @@ from bicl.sparse.gate_file import open_gate
 from bicl.sparse.index import make_indexes
 
 __all__ = ["LayerProbe", "ShadowBackend", "make_shadow_backend"]
+
+AUDITED_PAGES = 256
+"""Index rows that an audit computes again, spread over the sparse layers and the rows of a step."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,40 @@ class ShadowBackend:
         before = vectors.index_select(0, pages)
         self.sparse.index_pages(layer, pages)
         return (before != vectors.index_select(0, pages)).flatten(1).any(dim=1)
+
+    def audit(self, tables: Sequence[Sequence[int]], draw: random.Random) -> list[int]:
+        """Look whether index rows describe their pages: in every sparse layer some of each table,
+        others in each. A table with wrong ones is indexed again whole, for those who share it.
+
+        Args:
+            tables: full pages, a list for each sequence.
+
+        Returns:
+            How many of each table's were wrong, over all layers.
+        """
+        layers = list(self.sparse.indexes)
+        share = max(1, AUDITED_PAGES // max(1, len(tables) * len(layers)))
+        sample = [
+            (row, page)
+            for _ in layers
+            for row, table in enumerate(tables)
+            for page in draw.sample(table, min(share, len(table)))
+        ]
+        if not sample:
+            return [0] * len(tables)
+        device = self.sparse.indexes[layers[0]].vectors.device
+        pages = torch.tensor([page for _, page in sample], device=device)
+        parts = pages.view(len(layers), -1).unbind()
+        wrong = torch.stack([self.reindex(*own) for own in zip(parts, layers, strict=True)])
+        counts = [0] * len(tables)
+        for (row, _), bad in zip(sample, wrong.flatten().tolist(), strict=True):
+            counts[row] += bad
+        again = {page for row, count in enumerate(counts) if count for page in tables[row]}
+        if again:
+            everything = torch.tensor(sorted(again), device=device)
+            for layer in layers:
+                self.reindex(everything, layer)
+        return counts
 
     # --- AttentionBackend --------------------------------------------------------------------
     def plan(self, meta: AttentionMetadata) -> None:

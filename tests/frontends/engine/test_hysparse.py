@@ -293,15 +293,20 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("bad_layers", [(0, 1, 2), (0,), (2,)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_index_is_noticed_and_what_follows_equals_dense(dense, tiny, fault: str) -> None:
-    """Within 64 tokens the request is on the full cache, as if it had never left it. (A60)"""
-    engine = stepped(tiny, **SIZES, **SPARSE)
+def test_a_bad_index_is_noticed_and_what_follows_equals_dense(
+    dense, tiny, fault: str, bad_layers: tuple[int, ...]
+) -> None:
+    """Within 64 tokens the request is on the full cache, as if it had never left it, with the
+    interval of a server. (A60)"""
+    bounds = GuardBounds(min_mass_kept=0.0)
+    engine = stepped(tiny, **SIZES, hysparse=CONFIG, guard=bounds)
     stream = engine.submit(request(prompt(600), 100))
     for _ in range(14):
         engine.step()
-    for index in engine._runner.shadow.sparse.indexes.values():
-        FAULTS[fault](index.vectors)
+    for layer in bad_layers:
+        FAULTS[fault](engine._runner.shadow.sparse.indexes[layer].vectors)
     before = engine.snapshot().generated_tokens
     while not engine.snapshot().sparse.fallbacks.get("index"):
         assert engine.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -109,3 +111,37 @@ def test_wrong_index_rows_are_told_and_mended(case: Case) -> None:
     assert torch.nonzero(case.backend.reindex(pages, 1)).flatten().tolist() == [3, 8]
     assert torch.equal(vectors[pages], right[pages])
     assert not case.backend.reindex(pages, 1).any()
+
+
+def test_an_audit_tells_whose_index_rows_are_wrong_and_mends_them(case: Case) -> None:
+    vectors = case.backend.sparse.indexes[1].vectors
+    right = vectors.clone()
+    tables = [case.table[0, :19].tolist(), case.table[1, :7].tolist()]
+    assert case.backend.audit(tables, random.Random(1)) == [0, 0]
+    vectors[tables[0][3]] = 7
+    assert case.backend.audit(tables, random.Random(1)) == [1, 0]
+    assert torch.equal(vectors, right)
+    assert case.backend.audit([[], []], random.Random(1)) == [0, 0]
+
+
+@pytest.mark.parametrize("layers", [1, 19])
+def test_an_audit_sees_every_sparse_layer_and_row(
+    monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    """Beyond its budget it takes one page of each."""
+    pool = KVPool([PageLayout(HEADS, DIM, torch.float32, swizzle=False)] * layers, 64, "cpu")
+    backend = make_shadow_backend(CpuBackend(), CONFIG, pool.layers, range(layers), torch.float32)
+    seen: list[tuple[int, list[int]]] = []
+
+    def reindex(pages: torch.Tensor, layer: int) -> torch.Tensor:
+        seen.append((layer, pages.tolist()))
+        return torch.zeros(len(pages), dtype=torch.bool)
+
+    monkeypatch.setattr(backend, "reindex", reindex)
+    tables = [list(range(4 * row, 4 * row + 4)) for row in range(16)]
+    assert backend.audit(tables, random.Random(1)) == [0] * 16
+    assert [layer for layer, _ in seen] == list(range(layers))
+    each = 1 if layers == 19 else 4
+    for _, pages in seen:
+        assert [sum(page // 4 == row for page in pages) for row in range(16)] == [each] * 16
+    assert len({tuple(pages) for _, pages in seen}) == layers, "the same pages in every layer"

@@ -30,7 +30,6 @@ logger = logging.getLogger("bicl")
 
 ROWS = 4096
 """Rows of the ratios' tensor, whose address captured graphs keep."""
-AUDITED_PAGES = 256
 
 
 @dataclass
@@ -208,9 +207,10 @@ class ShardSparsity:
         assert self._backend is not None
         probes = self._backend.disarm()
         rows = torch.nonzero(kept < tiles).flatten()
-        turn = self.layers[self._turn]
         self._turn = (self._turn + 1) % len(self.layers)
-        stale = self._audit([pages[i][: lengths[i] // self._page_size] for i in rows], turn)
+        tables = [pages[i][: lengths[i] // self._page_size] for i in rows]
+        stale = sum(self._backend.audit(tables, self._random))
+        self.counters.stale_pages += stale
         sparse = [p for p in probes.values() if p.mass_kept is not None]
         if not sparse or not len(rows):
             return
@@ -231,18 +231,6 @@ class ShardSparsity:
         self.counters.shadow_steps += 1
         if reason := self._guard.judge(signals):
             self._go_back(reason, signals)
-
-    def _audit(self, tables: list[list[int]], layer: int) -> int:
-        assert self._backend is not None
-        share = max(1, AUDITED_PAGES // max(1, len(tables)))
-        sample = {
-            page for each in tables for page in self._random.sample(each, min(share, len(each)))
-        }
-        device = self._ratios.device if self._ratios is not None else None
-        ids = torch.tensor(sorted(sample), dtype=torch.int64, device=device)
-        wrong = int(self._backend.reindex(ids, layer).sum())
-        self.counters.stale_pages += wrong
-        return wrong
 
     def _go_back(self, reason: str, signals: Signals) -> None:
         self.fallback = reason

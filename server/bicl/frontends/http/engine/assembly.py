@@ -65,6 +65,5 @@ def make_sparse_control(
         page_size=config.page_size,
         prompts=prompts,
         backend=runner.shadow,
-        device=loaded.device,
         least_skipped=least_skipped(config.hysparse, layer.layout, loaded.device),
     )

@@ -24,8 +24,6 @@ from bicl.sparse.shadow import ShadowBackend
 
 __all__ = ["SparseControl", "SparseStep", "SparseTotals"]
 
-AUDITED_PAGES = 256
-"""Pages of a step whose index rows a shadow step computes again, spread over its rows."""
 SMOOTHING = 0.1
 """Weight of the newest shadow step in the entropy gauges."""
 
@@ -65,7 +63,6 @@ class SparseControl:
         page_size: tokens a page.
         prompts: reads requests.
         backend: what the model's attention runs on.
-        device: of its pages.
         least_skipped: tiles that the rows of a step together leave out of a layer; a step that
             would leave out fewer runs dense.
     """
@@ -80,7 +77,6 @@ class SparseControl:
         page_size: int,
         prompts: PromptReader,
         backend: ShadowBackend,
-        device: torch.device,
         least_skipped: int,
     ) -> None:
         self._config = config
@@ -89,7 +85,6 @@ class SparseControl:
         self._layers = layers
         self._page_size = page_size
         self._backend = backend
-        self._device = device
         self._least_skipped = least_skipped
         self._rule = SelectionRule.of(config, page_size)
         indexes = backend.sparse.indexes
@@ -194,7 +189,7 @@ class SparseControl:
         probes = self._backend.disarm()
         turn = self._layers[self._turn]
         self._turn = (self._turn + 1) % len(self._layers)
-        stale = self._audit(chunks, step, turn)
+        stale = self._audit(chunks, step)
         sparse = [probes[layer] for layer in dict.fromkeys((self._groups["sparse"], turn))]
         mass = torch.stack([_given(probe.mass_kept) for probe in sparse]).mean(dim=0).tolist()
         read = torch.stack([_given(probe.tiles_read) for probe in sparse]).amax(dim=0).tolist()
@@ -214,33 +209,17 @@ class SparseControl:
         self._totals.shadow(signals, {n: [v[i] for i in signals] for n, v in entropy.items()})
         return signals
 
-    def _audit(self, chunks: SequenceOf[Chunk], step: SparseStep, layer: int) -> dict[int, int]:
-        """How many of some full pages of each row have a wrong index in a layer.
-
-        The pages of a row with wrong ones are indexed again in every sparse layer, for those who
-        share them.
-        """
+    def _audit(self, chunks: SequenceOf[Chunk], step: SparseStep) -> dict[int, int]:
+        """How many of some index rows of each row's full pages are wrong."""
         places = np.flatnonzero(step.skips).tolist()
-        share = max(1, AUDITED_PAGES // len(places))
-        full = {}
+        tables = []
         for index in places:
             pages = chunks[index].sequence.pages
             assert pages is not None
-            full[index] = pages.page_ids[: (chunks[index].start + 1) // self._page_size]
-        sample = [
-            (index, page)
-            for index, pages in full.items()
-            for page in self._random.sample(pages, min(share, len(pages)))
-        ]
-        ids = torch.tensor([page for _, page in sample], device=self._device)
-        wrong = self._backend.reindex(ids, layer).tolist()
-        counts = Counter(index for (index, _), bad in zip(sample, wrong, strict=True) if bad)
-        self._totals.stale_pages += counts.total()
-        if counts:
-            again = sorted({page for index in counts for page in full[index]})
-            for each in self._layers:
-                self._backend.reindex(torch.tensor(again, device=self._device), each)
-        return dict(counts)
+            tables.append(pages.page_ids[: (chunks[index].start + 1) // self._page_size])
+        counts = self._backend.audit(tables, self._random)
+        self._totals.stale_pages += sum(counts)
+        return dict(zip(places, counts, strict=True))
 
 
 def _is_decode(chunk: Chunk) -> bool:
