@@ -3,8 +3,9 @@
 ``bicl`` is what a server runs. The others change one thing: ``-deterministic`` cuts every sequence
 at fixed keys, ``-pdl`` lets a launch overlap the end of the kernel before it, ``-fp8`` stores e4m3,
 ``-sm80`` takes the path for cards before Hopper, ``-with-plan`` makes the step's plan anew in every
-call, ``-no-plan`` does without. Otherwise a prefill's plan stands before the clock starts, and a
-decode step's is made within it by every 32nd call, which stands for a model of 32 layers.
+call, ``-no-plan`` does without, ``-fp8-in-kernel`` never widens a prefill's fp8 pages ahead of it.
+Otherwise a prefill's plan stands before the clock starts, and a decode step's is made within it by
+every 32nd call, which stands for a model of 32 layers.
 """
 
 from __future__ import annotations
@@ -18,12 +19,19 @@ from bench.kernels.arena import PagedBatch
 from bench.kernels.impls import Contestant, Prepared, Registry
 from bench.kernels.shapes import HEAD_DIM, kv_bytes
 from bicl.attention.cuda import CudaBackend
+from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
+from bicl.attention.widening import PageWidener, PrefillPart
 from bicl.cache.layout import PageLayout
 from bicl.errors import BackendError
 from bicl.ops.cuda import library
 from bicl.ops.cuda.decode_attention import decode_attention, plan_bytes, plan_decode
-from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
+from bicl.ops.cuda.prefill_attention import (
+    PrefillPlan,
+    plan_prefill,
+    prefill_attention,
+    workspace_bytes,
+)
 from bicl.ops.cuda.store_kv import store_kv
 from bicl.ops.cuda.workspace import Workspace
 
@@ -56,6 +64,9 @@ def register(registry: Registry) -> None:
         Contestant("bicl-with-plan", partial(_prefill, {}, plan_each_call=True)),
         Contestant("bicl-deterministic", partial(_prefill, {"deterministic": True})),
         Contestant("bicl-fp8", partial(_prefill, {}, dtype=_FP8), element_bytes=1),
+        Contestant(
+            "bicl-fp8-in-kernel", partial(_prefill, {}, dtype=_FP8, widen=False), element_bytes=1
+        ),
     ]
     older = {"force_sm80": True}
     registry.sm80_decode.append(Contestant("bicl-sm80", partial(decode_calls, older)))
@@ -163,33 +174,44 @@ def _prefill(
     *,
     dtype: torch.dtype = torch.bfloat16,
     plan_each_call: bool = False,
+    widen: bool = True,
 ) -> Prepared:
-    layer = pages_of(batch, dtype)
-    tables = batch.page_tables(PAGE)
+    layer, metas = pages_of(batch, dtype), batch.metadata(PAGE)
     out = torch.empty_like(batch.query)
     tokens, device = batch.query.shape[0], batch.arena.device
     size = workspace_bytes(tokens, len(batch.lengths), batch.heads.group, HEAD_DIM, device)
-    make_plan = partial(
-        plan_prefill,
-        torch.zeros(size, dtype=torch.uint8, device=device),
-        layer,
-        batch.cu_seqlens_q,
-        batch.cache_seqlens,
-        num_tokens=tokens,
-        num_q_heads=batch.heads.query,
-        **flags,
-    )
-    plan = make_plan()  # of the lengths, so good for every set of pages
+    space = torch.zeros(size, dtype=torch.uint8, device=device)
+    widener = PageWidener(deterministic=not widen)
 
-    def call(table: torch.Tensor) -> torch.Tensor:
-        current = make_plan() if plan_each_call else plan
-        prefill_attention(
-            batch.query, layer, table, batch.cache_seqlens, current, out=out, scale=SCALE
+    def make_plan(part: PrefillPart) -> PrefillPlan:
+        return plan_prefill(
+            space,
+            part.layer,
+            batch.cu_seqlens_q,
+            batch.cache_seqlens,
+            num_tokens=tokens,
+            num_q_heads=part.layer.layout.num_kv_heads * batch.heads.group,
+            **flags,
         )
+
+    # Of the lengths, so good for every set of pages; parts have equally many heads.
+    plan = make_plan(next(widener.parts(batch.query, layer, metas[0])))
+
+    def call(meta: AttentionMetadata) -> torch.Tensor:
+        for part in widener.parts(batch.query, layer, meta):
+            prefill_attention(
+                batch.query[:, part.query_heads],
+                part.layer,
+                part.page_table,
+                batch.cache_seqlens,
+                make_plan(part) if plan_each_call else plan,
+                out=out[:, part.query_heads],
+                scale=SCALE,
+            )
         return out
 
-    read = partial(key_value, layer, tables[0], batch.lengths)
-    return Prepared([partial(call, table) for table in tables], read, plan)
+    read = partial(key_value, layer, metas[0].page_table, batch.lengths)
+    return Prepared([partial(call, meta) for meta in metas], read, (plan, metas))
 
 
 def _run_call(batch: PagedBatch) -> Callable[[], object]:
