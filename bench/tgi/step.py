@@ -45,10 +45,9 @@ SHAPES = (
 )  # fmt: skip
 GRAPHS = "1,2,4,8,16,32,128"
 ROUNDS = 4  # of all caches in turns, forwards and backwards
+ROUNDS_ALONE = 8  # where the pages of one fill the card: no turns even out what the machine does
 WARM_STEPS, STEPS = 2, 8  # of a round
-TIMED_STEPS = ROUNDS * (WARM_STEPS + STEPS)
 TIMELINE_STEPS = 6
-ALL_STEPS = TIMED_STEPS + TIMELINE_STEPS + 2  # of a request
 PREFILL_TOKENS = 4096
 TOTAL_TOKENS = 16640
 TOKENS_TOGETHER = 142_000  # of every shard while all take turns on one card
@@ -156,7 +155,6 @@ class Contestant:
             BENCH_FILL_PAGES="1",
             BENCH_PROFILE=str(self._profile),
             BENCH_TIMELINE=str(self._timeline),
-            BENCH_TIMED_STEPS=str(TIMED_STEPS),
             **environment,
         )
         self.shards = Shards(model, environment, "--dtype", "bfloat16", *flags)
@@ -171,12 +169,12 @@ class Contestant:
         self._memory.write_text(str(kept * self.bytes))
         self._router = warm_up(self.shards, Words(), PREFILL_TOKENS, TOTAL_TOKENS)
 
-    def begin(self, prompts: list[list[int]]) -> None:
+    def begin(self, prompts: list[list[int]], rounds: int) -> None:
         """Claim that all but the last token of each prompt is cached, and compute that."""
         assert self._router is not None
         self._timeline.unlink(missing_ok=True)
         self._rounds = []
-        self._sequences = [self._router.sequence(ids, ALL_STEPS) for ids in prompts]
+        self._sequences = [self._router.sequence(ids, steps_of(rounds)) for ids in prompts]
         self._router.prefill(*self._sequences, cached=len(prompts[0]) - 1)
 
     def time_round(self) -> None:
@@ -190,9 +188,10 @@ class Contestant:
         and after."""
         assert self._router is not None
         result = {"us": statistics.median(us for each in self._rounds for us in each)}
+        self._timeline.touch()
         self._router.decode(TIMELINE_STEPS)
-        if self._timeline.exists():  # a step that no graph holds has no line
-            lines = [json.loads(line) for line in self._timeline.read_text().splitlines()]
+        lines = [json.loads(line) for line in self._timeline.read_text().splitlines()]
+        if lines:  # a step that no graph holds has none
             for part in ("before", "graph", "after"):
                 result[f"{part}_us"] = statistics.median(line[part] for line in lines)
         facts: dict[str, Any] = {name: round(value, 1) for name, value in result.items()}
@@ -208,7 +207,7 @@ class Contestant:
     def profile(self, prompts: list[list[int]], out: Path) -> None:
         """Write the kernels of one step; the process is slower from then on."""
         self._profile.write_text(str(out))
-        self.begin(prompts)
+        self.begin(prompts, ROUNDS)
         self.time_round()
         self.end()
 
@@ -217,9 +216,14 @@ def prompts_of(batch: int, context: int) -> list[list[int]]:
     return [Words().prompt(context, f"{batch}/{i}") for i in range(batch)]
 
 
-def tokens_of(batch: int, context: int) -> int:
+def steps_of(rounds: int) -> int:
+    """Of a request: timed, watched, and some that end it."""
+    return rounds * (WARM_STEPS + STEPS) + TIMELINE_STEPS + 2
+
+
+def tokens_of(batch: int, context: int, rounds: int) -> int:
     """That the pages of a shape hold, page 0 included."""
-    pages = -(-(context + ALL_STEPS) // 64)
+    pages = -(-(context + steps_of(rounds)) // 64)
     return (batch * pages + 1) * 64
 
 
@@ -240,17 +244,19 @@ def each(action: Callable[[Contestant], Any], contestants: list[Contestant]) -> 
     contestants[:] = [c for c, ok in zip(contestants, fine, strict=True) if ok]
 
 
-def race(contestants: list[Contestant], batch: int, context: int) -> list[dict[str, Any]]:
+def race(
+    contestants: list[Contestant], batch: int, context: int, rounds: int
+) -> list[dict[str, Any]]:
     """A shape's rows: prefills side by side, then each contestant's steps alone, in rounds."""
     prompts, rows = prompts_of(batch, context), []
-    each(lambda c: c.begin(prompts), contestants)
+    each(lambda c: c.begin(prompts, rounds), contestants)
 
     def add_row(contestant: Contestant) -> None:
         row = {"op": "step", "heads": "32/8", "shape": f"{batch}x{context}"}
         rows.append(row | {"impl": contestant.name} | contestant.medians())
         print(*rows[-1].values(), flush=True)
 
-    for number in range(ROUNDS):
+    for number in range(rounds):
         in_turns(Contestant.time_round, contestants, backwards=bool(number % 2))
     in_turns(add_row, contestants)
     each(Contestant.end, contestants)
@@ -289,19 +295,19 @@ def main() -> int:
     options = parser.parse_args()
     began = time.monotonic()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    small = [shape for shape in shapes if tokens_of(*shape) <= TOKENS_TOGETHER]
+    small = [shape for shape in shapes if tokens_of(*shape, ROUNDS) <= TOKENS_TOGETHER]
     large = [shape for shape in shapes if shape not in small]
     what = (
-        f"the shard's own time of a decode step, median of {ROUNDS} rounds of {STEPS}; "
-        f"graphs {GRAPHS}"
+        f"the shard's own time of a decode step, median of {ROUNDS} rounds of {STEPS} in turns, "
+        f"{ROUNDS_ALONE} where one fills the card; graphs {GRAPHS}"
     )
     rows: list[dict[str, Any]] = []
 
-    def run(contestants: list[Contestant], batch: int, context: int) -> None:
+    def run(contestants: list[Contestant], batch: int, context: int, rounds: int) -> None:
         if time.monotonic() - began > options.seconds:
             print(f"{batch}x{context} left out: no time", flush=True)
             return
-        rows.extend(race(contestants, batch, context))
+        rows.extend(race(contestants, batch, context, rounds))
         print(f"{batch}x{context} done after {time.monotonic() - began:.1f} s", flush=True)
         if options.out:
             save(options.out, describe(what), rows)
@@ -316,18 +322,19 @@ def main() -> int:
             each(lambda c: c.warm_up(TOKENS_TOGETHER if small else 0), contestants)
             print(f"started after {time.monotonic() - began:.1f} s", flush=True)
             for batch, context in small:
-                run(contestants, batch, context)
+                run(contestants, batch, context, ROUNDS)
             for batch, context in small if options.profile else ():
                 for c in contestants:
                     name = f"{c.name}-{batch}x{context}"
                     c.profile(prompts_of(batch, context), options.profile / name)
             if large:  # one after another, the smallest pages first: weights leave with their shard
+                most = max(tokens_of(*shape, ROUNDS_ALONE) for shape in large)
                 each(lambda c: c.warm_up(0), contestants)
                 for contestant in sorted(contestants, key=lambda c: c.bytes):
                     alone = [contestant]
-                    each(lambda c: c.warm_up(max(tokens_of(*s) for s in large)), alone)
+                    each(lambda c: c.warm_up(most), alone)
                     for batch, context in large:
-                        run(alone, batch, context)
+                        run(alone, batch, context, ROUNDS_ALONE)
                     contestant.shards.stop()
         finally:
             for contestant in started:

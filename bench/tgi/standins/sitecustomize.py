@@ -158,8 +158,7 @@ def _watch(module):
     if os.environ.get("TEST_AUDIT_EVERY"):
         install(module)
     order = Path(os.environ.get("BENCH_PROFILE", "/nowhere"))
-    timeline = os.environ.get("BENCH_TIMELINE")
-    timed = int(os.environ.get("BENCH_TIMED_STEPS", "0"))
+    timeline = Path(os.environ.get("BENCH_TIMELINE", "/nowhere"))
     generate = module.FlashCausalLM.generate_token
     seen = [0]
 
@@ -172,8 +171,8 @@ def _watch(module):
             out = Path(order.read_text())
             order.unlink()
             return _profile(lambda: generate(self, batch), out)
-        if timeline and seen[0] > timed:
-            return _timeline(lambda: generate(self, batch), Path(timeline))
+        if timeline.exists():
+            return _timeline(lambda: generate(self, batch), timeline)
         return generate(self, batch)
 
     module.FlashCausalLM.generate_token = watched
