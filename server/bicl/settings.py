@@ -1,6 +1,7 @@
 """What a setting is: a dataclass field that is also a flag and an environment variable.
 
-The settings themselves stand in :mod:`bicl.config`; here is what they are made of, and the flags
+The settings themselves stand in :mod:`bicl.config`, and in ``settings`` of the cache and of
+HySparse; here is what they are made of, and the flags
 of TGI's launcher that make no sense in this server.
 """
 
@@ -13,7 +14,15 @@ from typing import Any, get_args, get_type_hints
 
 from bicl.errors import ConfigError
 
-__all__ = ["REFUSED_SETTINGS", "Setting", "flag_name", "refuse", "setting", "settings_of"]
+__all__ = [
+    "REFUSED_SETTINGS",
+    "Setting",
+    "check_choices",
+    "flag_name",
+    "refuse",
+    "setting",
+    "settings_of",
+]
 
 REFUSED_SETTINGS: Mapping[str, str] = {
     "sharded": "this server runs one process; for tensor parallelism use the TGI image",
@@ -125,6 +134,20 @@ def _as_setting(owner: str, item: Field[Any], hint: Any) -> Setting:
         choices=meta["choices"],
         aliases=meta["aliases"],
     )
+
+
+def check_choices(config: Any) -> None:
+    """Hold the settings of a dataclass instance to their choices; ``None`` is left alone.
+
+    Raises:
+        ConfigError: naming the flag, its value and the choices.
+    """
+    for item in fields(config):
+        choices, value = item.metadata.get("choices"), getattr(config, item.name)
+        if choices and value is not None and value not in choices:
+            raise ConfigError(
+                f"{flag_name(item.name)} {value} is not supported; use one of {', '.join(choices)}"
+            )
 
 
 def flag_name(name: str) -> str:

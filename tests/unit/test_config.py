@@ -2,7 +2,8 @@
 
 import pytest
 
-from bicl.config import BLOCK_SIZES, KVCacheConfig, ServerConfig, parse_memory, settings
+from bicl.cache.settings import BLOCK_SIZES, KVCacheConfig, parse_memory
+from bicl.config import ServerConfig, settings
 from bicl.errors import ConfigError
 from bicl.settings import REFUSED_SETTINGS
 

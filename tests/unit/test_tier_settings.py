@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bicl.config import KVCacheConfig, ServerConfig
+from bicl.cache.settings import KVCacheConfig
+from bicl.config import ServerConfig
 from bicl.errors import ConfigError
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.engine.sizing import disk_cache_bytes, host_cache_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bicl.config import KVCacheConfig
+from bicl.cache.settings import KVCacheConfig
 from bicl.errors import ConfigError
 from bicl.hardware import Verdict
 from bicl.launcher.flags import CommandLine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bicl.config import KVCacheConfig
+from bicl.cache.settings import KVCacheConfig
 from bicl.errors import ConfigError
 from bicl.launcher.flags import CommandLine
 from bicl.launcher.model_config import ModelConfig

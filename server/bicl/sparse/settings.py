@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bicl.errors import ConfigError
-from bicl.settings import flag_name, setting, settings_of
+from bicl.settings import check_choices, flag_name, setting, settings_of
 from bicl.sparse.config import MODES, TEXT_KINDS, VARIANTS, HySparseConfig
 from bicl.sparse.guard import GuardBounds
 
@@ -122,13 +122,7 @@ class HySparseSettings:
     )
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            choices, value = item.metadata["choices"], getattr(self, item.name)
-            if choices and value is not None and value not in choices:
-                raise ConfigError(
-                    f"{flag_name(item.name)} {value} is not supported; use one of "
-                    f"{', '.join(choices)}"
-                )
+        check_choices(self)
         self.resolve()
         self.guard()
 

@@ -13,7 +13,8 @@ import httpx
 import pytest
 from live import bicl_serve, wait_until
 
-from bicl.config import KVCacheConfig, ServerConfig
+from bicl.cache.settings import KVCacheConfig
+from bicl.config import ServerConfig
 from bicl.errors import BackendError, ConfigError
 from bicl.frontends.http import loader
 from bicl.frontends.http import serve as serve_module

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import uvicorn
 
-from bicl.config import ServerConfig, environment, parse_memory
+from bicl.cache.settings import parse_memory
+from bicl.config import ServerConfig, environment
 from bicl.errors import BackendError, BiclError
 from bicl.frontends.http.app import create_app
 from bicl.frontends.http.assembly import ModelFacts, assemble

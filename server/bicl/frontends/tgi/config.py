@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bicl.config import parse_memory
+from bicl.cache.settings import parse_memory
 from bicl.errors import ConfigError
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds

@@ -10,7 +10,7 @@ import torch
 
 from bicl.attention.widening import ROOM_BYTES
 from bicl.cache.layout import PageLayout
-from bicl.config import KVCacheConfig, parse_memory
+from bicl.cache.settings import KVCacheConfig, parse_memory
 from bicl.errors import ConfigError
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.loader import LoadedModel
