@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 READERS = 4
 
 MEASURED_BYTES = 64 << 20
-"""Read at start, at most; but a page, however large."""
+"""Read at start, if host memory has room; but a page, however large. A few pages would tell how
+long the first ones take."""
 
 
 class DiskPipe:
@@ -111,9 +112,9 @@ class DiskPipe:
     def measure(self) -> None:
         """Find out how fast pages come when all readers read, from files that are deleted again.
         What the disk refuses is logged, and its speed stays unknown."""
-        count = min(READERS, max(1, MEASURED_BYTES // self._costs.page_bytes))
         slots: list[int] = []
         with self._changed:
+            count = max(1, min(MEASURED_BYTES // self._costs.page_bytes, self._host.num_free))
             while len(slots) < count and (slot := self._host.take_slot()) is not None:
                 slots.append(slot)
         pages = [self._host.arena.bytes_of(slot) for slot in slots]

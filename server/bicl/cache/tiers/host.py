@@ -45,6 +45,11 @@ class HostStore:
     def __len__(self) -> int:
         return len(self._index)
 
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free)
+
     def get(self, key: bytes) -> Block | None:
         return self._index.get(key)
 
