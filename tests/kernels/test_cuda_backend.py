@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cases import BATCHES, build_step
 from support.compare import assert_close_enough, assert_lse_close
-from support.device import DEVICE, decode_step, decode_truth
+from support.device import DEVICE, decode_step, truth_of
 from support.shards import found, outputs_by_shards
 
 from bicl.attention.backend import make_backend
@@ -74,7 +74,7 @@ def test_layers_of_different_shapes_share_one_backend() -> None:
     for head_dim, tile, group in ((64, 64, 1), (256, 64, 4), (96, 32, 12), (128, 64, 40)):
         layout = PageLayout(2, head_dim, torch.bfloat16, tile=tile)
         step = decode_step(backend, [300, 5], layout, group=group, dtype=torch.bfloat16)
-        truth = decode_truth(step, scale=0.1)
+        truth = truth_of(step, scale=0.1)
         out = backend.run(step.query, step.layer, step.meta, scale=0.1)
         assert_close_enough(out, truth.out, truth.same_precision)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cases import DECODE_LENGTHS, FP8_DTYPES, PAGES_AND_TILES, Step, pairwise
 from support.compare import assert_close_enough, assert_lse_close
-from support.device import decode_step, decode_truth
+from support.device import decode_step, truth_of
 
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
@@ -128,7 +128,7 @@ def test_decode_errs_at_most_twice_as_much_as_torch(
         backend, DECODE_LENGTHS[case["lengths"]], layout, group=case["group"], dtype=dtype, **scales
     )
     options = {k: case[k] for k in ("window_left", "softcap")} | {"scale": layout.head_dim**-0.5}
-    truth = decode_truth(step, **options)
+    truth = truth_of(step, **options)
     for _ in range(2):
         out, lse = run(step, workspace, **options, **SCHEDULES[case["schedule"]])
         assert_close_enough(out, truth.out, truth.same_precision, softcap=case["softcap"])
@@ -140,7 +140,7 @@ def test_long_contexts(backend: CudaBackend, workspace: Workspace, length: int) 
     step = decode_step(
         backend, [length], layout_of(8, 128, torch.bfloat16), group=4, dtype=torch.bfloat16
     )
-    truth = decode_truth(step, scale=0.09)
+    truth = truth_of(step, scale=0.09)
     for schedule in SCHEDULES.values():
         out, lse = run(step, workspace, scale=0.09, **schedule)
         assert_close_enough(out, truth.out, truth.same_precision)
@@ -155,7 +155,7 @@ def test_every_number_of_query_heads_a_kv_head(
     dtype, pages = STORED[stored]
     layout = layout_of(2, 128, pages)
     step = decode_step(backend, [300, 65, 1, 0, 2000], layout, group=group, dtype=dtype)
-    truth = decode_truth(step, scale=0.09)
+    truth = truth_of(step, scale=0.09)
     for schedule in ({}, {"force_cluster": 1, "force_grid": 7}, {"deterministic": True}):
         out, lse = run(step, workspace, scale=0.09, **schedule)
         assert_close_enough(out, truth.out, truth.same_precision)
@@ -175,7 +175,7 @@ def test_head_dims_between_the_compiled_ones(
     dtype, pages = STORED[stored]
     layout = layout_of(2, head_dim, pages, (64, tile))
     step = decode_step(backend, [300, 65, 1, 0, 2000], layout, group=4, dtype=dtype)
-    truth = decode_truth(step, scale=head_dim**-0.5)
+    truth = truth_of(step, scale=head_dim**-0.5)
     for schedule in ({}, {"force_cluster": 1}, {"force_sm80": True}):
         out, lse = run(step, workspace, scale=head_dim**-0.5, **schedule)
         assert_close_enough(out, truth.out, truth.same_precision)
@@ -265,7 +265,7 @@ def test_shares_of_uneven_batches_add_up(
 ) -> None:
     dtype, pages = STORED[stored]
     step = decode_step(backend, lengths, layout_of(8, 128, pages), group=8, dtype=dtype)
-    truth = decode_truth(step, scale=0.09)
+    truth = truth_of(step, scale=0.09)
     out, lse = run(step, workspace, scale=0.09, deterministic=deterministic)
     assert_close_enough(out, truth.out, truth.same_precision)
     assert_lse_close(lse, truth.lse)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.cases import DECODE_LENGTHS, FP8_DTYPES
 from support.compare import assert_close_enough
-from support.device import decode_step, decode_truth
+from support.device import decode_step, truth_of
 
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
@@ -29,7 +29,7 @@ def test_one_captured_graph_serves_all_lengths(
     backend = CudaBackend(deterministic=deterministic, pdl=pdl)
     lengths = [1 + (i * 677 + 4000) % 4100 for i in range(batch)]
     step = decode_step(CudaBackend(), lengths, layout, group=4, dtype=torch.bfloat16)
-    truth = decode_truth(step, scale=0.1)
+    truth = truth_of(step, scale=0.1)
     last = torch.cumsum(step.meta.cache_seqlens, 0) - 1
     key, value, slots = step.key[last], step.value[last], step.meta.slot_mapping
     backend.store(step.layer, torch.full_like(key, math.nan), value, slots)  # must be overwritten

@@ -18,8 +18,8 @@ from support.cases import (
     pairwise,
 )
 from support.compare import assert_close_enough, assert_lse_close
-from support.device import DEVICE
-from support.prefill import check, packed_step, run, truth_of
+from support.device import DEVICE, truth_of
+from support.prefill import check, packed_step, run
 
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.cases import PAGES_AND_TILES
 from support.compare import assert_close_enough, assert_lse_close
-from support.device import decode_truth
+from support.device import truth_of
 from support.sparse import STORED, UNSET, Indexed, choose, everyone, indexed_step, rule_for
 
 from bicl.attention.cuda import CudaBackend
@@ -69,7 +69,7 @@ def test_decode_reads_each_heads_own_tiles(
             key=own.step.key[picked, head : head + 1],
             value=own.step.value[picked, head : head + 1],
         )
-        truth = decode_truth(alone, scale=own.scale)
+        truth = truth_of(alone, scale=own.scale)
         assert_close_enough(out[:, heads], truth.out, truth.same_precision)
         assert_lse_close(lse[heads], truth.lse)
 

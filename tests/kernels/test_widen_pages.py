@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.cases import FP8_DTYPES, PAGES_AND_TILES, Step
 from support.compare import assert_close_enough, assert_lse_close
-from support.device import DEVICE
-from support.prefill import packed_step, truth_of
+from support.device import DEVICE, truth_of
+from support.prefill import packed_step
 
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache

@@ -17,8 +17,8 @@ DEVICE = torch.device("cuda")
 
 @dataclass(frozen=True)
 class Truth:
-    out: torch.Tensor  # float32 [B, num_q_heads, head_dim]
-    lse: torch.Tensor  # float32 [num_q_heads, B]
+    out: torch.Tensor  # float32 [T, num_q_heads, head_dim]
+    lse: torch.Tensor  # float32 [num_q_heads, T]
     same_precision: torch.Tensor  # plain torch in the query's dtype, its scores in that dtype too
 
 
@@ -45,31 +45,37 @@ def as_stored(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[0], rows[1]
 
 
-def decode_truth(step: Step, *, scale: float, window_left: int = -1, softcap: float = 0.0) -> Truth:
-    """Attention of a decode step, sequence by sequence."""
+def truth_of(
+    step: Step,
+    *,
+    scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+) -> Truth:
+    """Sequence by sequence, in plain torch."""
     key, value = as_stored(step)
-    batch, heads, _ = step.query.shape
-    group = heads // key.shape[1]
     out = torch.zeros(step.query.shape, device=DEVICE)
-    lse = torch.full((heads, batch), -math.inf, device=DEVICE)
+    lse = torch.full((step.query.shape[1], step.query.shape[0]), -math.inf, device=DEVICE)
     same = torch.zeros_like(step.query)
-    first = 0
-    for i, length in enumerate(step.meta.cache_seqlens.tolist()):
-        low = first if window_left < 0 else max(first, first + length - 1 - window_left)
-        span = slice(low, first + length)
-        first += length
-        if not length:
+    starts = step.meta.cu_seqlens_q.tolist()
+    first_key = 0
+    for i, num_k in enumerate(step.meta.cache_seqlens.tolist()):
+        rows, keys = slice(starts[i], starts[i + 1]), slice(first_key, first_key + num_k)
+        num_q = rows.stop - rows.start
+        first_key += num_k
+        if not num_q or not num_k:
             continue
-        k = key[span].repeat_interleave(group, 1)
-        v = value[span].repeat_interleave(group, 1)
-        scores = torch.einsum("hd,khd->hk", step.query[i].float(), k) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        lse[:, i] = torch.logsumexp(scores, -1)
-        out[i] = torch.einsum("hk,khd->hd", torch.softmax(scores, -1), v)
-        same[i] = same_precision_attention(
-            step.query[i : i + 1], key[span], value[span], scale=scale, causal=True, softcap=softcap
-        )[0]
+        options = {
+            "scale": scale,
+            "causal": step.meta.causal,
+            "window_left": window_left,
+            "window_right": window_right,
+            "softcap": softcap,
+        }
+        rows_of_step = step.query[rows], key[keys], value[keys]
+        out[rows], lse[:, rows] = attention_truth(*rows_of_step, **options)  # type: ignore[arg-type]
+        same[rows] = same_precision_attention(*rows_of_step, **options)  # type: ignore[arg-type]
     return Truth(out, lse, same)
 
 

@@ -1,4 +1,4 @@
-"""Steps of many queries a sequence on the GPU: float32 truth, and runs on poisoned memory."""
+"""Steps of many queries a sequence on the GPU, and runs of them on poisoned memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 import torch
 from support.cases import Step, build_step
-from support.compare import assert_close_enough, assert_lse_close, same_precision_attention
-from support.device import DEVICE, Truth, as_stored, attention_truth
+from support.compare import assert_close_enough, assert_lse_close
+from support.device import DEVICE, truth_of
 
 from bicl.attention.cuda import CudaBackend
 from bicl.cache.layout import PageLayout
@@ -21,41 +21,6 @@ def packed_step(
     step = build_step(lengths, layout, device=DEVICE, filled=False, **options)  # type: ignore[arg-type]
     CudaBackend().store(step.layer, step.key, step.value, step.slots)
     return step
-
-
-def truth_of(
-    step: Step,
-    *,
-    scale: float,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-) -> Truth:
-    """Sequence by sequence, in plain torch."""
-    key, value = as_stored(step)
-    causal = step.meta.causal
-    out = torch.zeros(step.query.shape, device=DEVICE)
-    lse = torch.full((step.query.shape[1], step.query.shape[0]), -math.inf, device=DEVICE)
-    same = torch.zeros_like(step.query)
-    starts = step.meta.cu_seqlens_q.tolist()
-    first_key = 0
-    for i, num_k in enumerate(step.meta.cache_seqlens.tolist()):
-        rows, keys = slice(starts[i], starts[i + 1]), slice(first_key, first_key + num_k)
-        num_q = rows.stop - rows.start
-        first_key += num_k
-        if not num_q or not num_k:
-            continue
-        options = {
-            "scale": scale,
-            "causal": causal,
-            "window_left": window_left,
-            "window_right": window_right,
-            "softcap": softcap,
-        }
-        rows_of_step = step.query[rows], key[keys], value[keys]
-        out[rows], lse[:, rows] = attention_truth(*rows_of_step, **options)  # type: ignore[arg-type]
-        same[rows] = same_precision_attention(*rows_of_step, **options)  # type: ignore[arg-type]
-    return Truth(out, lse, same)
 
 
 def run(
