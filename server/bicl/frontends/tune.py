@@ -32,6 +32,7 @@ from bicl.frontends.http.request import (
 )
 from bicl.frontends.tune_report import Result, markdown, plot, table
 from bicl.sparse.config import HySparseConfig
+from bicl.sparse.gate_file import load_gate, with_gate
 from bicl.sparse.guard import GuardBounds
 from bicl.sparse.settings import write_config_file
 
@@ -157,7 +158,7 @@ def tune(
     """
     console = console or Console()
     output.mkdir(parents=True, exist_ok=True)
-    store = _Store(output / RESULTS, f"{loaded.sha} {samples.digest}")
+    store = _Store(output / RESULTS, _context(loaded, samples, base))
     sizes = engine or _sizes(samples, loaded)
     configs = list(grid.engines(base))
     with Progress(console=console) as progress:
@@ -233,7 +234,9 @@ def run_tune(
     for config in grid.engines(base):
         for ratio in grid.ratios:
             replace(config, sparsity_ratio=ratio)
-    loaded = load_model(resolve_model(model_id), device=device)
+    path = resolve_model(model_id)
+    base = with_gate(base, path)
+    loaded = load_model(path, device=device)
     samples = read_samples(
         loaded, texts, tasks, pieces=pieces, context=context, predicted=predicted
     )
@@ -241,6 +244,22 @@ def run_tune(
 
 
 # --- measuring ---------------------------------------------------------------------------------
+def _context(loaded: LoadedModel, samples: Samples, base: HySparseConfig) -> str:
+    """What results are of, beside the settings: model, samples, and what stands in the gate.
+
+    Raises:
+        ConfigError: the gate's file cannot be used.
+    """
+    own = [loaded.sha, samples.digest]
+    if base.gate_path is not None:
+        gate = load_gate(base.gate_path).state_dict()
+        told = hashlib.sha256()
+        for name in sorted(gate):
+            told.update(name.encode() + gate[name].numpy().tobytes())
+        own.append(told.hexdigest()[:16])
+    return " ".join(own)
+
+
 class _Store:
     """Results on disk, one JSON object a line; what is there is not measured again."""
 
@@ -248,8 +267,9 @@ class _Store:
         self._path = path
         self._context = context
         self._found: dict[str, Result] = {}
-        lines = path.read_text().splitlines() if path.exists() else []
-        for line in lines:
+        text = path.read_text() if path.exists() else ""
+        self._before = "\n" if text and not text.endswith("\n") else ""  # after a line cut off
+        for line in text.splitlines():
             try:
                 entry = json.loads(line)
                 if entry["context"] == context:
@@ -264,8 +284,10 @@ class _Store:
 
     def add(self, result: Result) -> None:
         self._found[_key(result.config)] = result
+        line = json.dumps({"context": self._context, **asdict(result)})
         with self._path.open("a") as file:
-            file.write(json.dumps({"context": self._context, **asdict(result)}) + "\n")
+            file.write(self._before + line + "\n")
+        self._before = ""
 
 
 def _key(config: HySparseConfig) -> str:

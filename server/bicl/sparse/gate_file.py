@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from bicl.errors import ConfigError
+from bicl.sparse.config import HySparseConfig
 from bicl.sparse.sgm import Gate, PageGate, make_gate
 
-__all__ = ["GATE_NAME", "find_gate", "load_gate", "open_gate", "save_gate"]
+__all__ = ["GATE_NAME", "find_gate", "load_gate", "open_gate", "save_gate", "with_gate"]
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,13 @@ def find_gate(model: str | Path) -> str | None:
     path = Path(model)
     found = (path if path.is_dir() else path.parent) / GATE_NAME
     return str(found) if path.exists() and found.is_file() else None
+
+
+def with_gate(config: HySparseConfig, model: str | Path) -> HySparseConfig:
+    """The settings as a server runs them: without a gate of their own, with that beside a model."""
+    if config.gate_path is not None:
+        return config
+    return replace(config, gate_path=find_gate(model))
 
 
 def open_gate(path: str | None) -> Gate | None:

@@ -14,9 +14,19 @@ from support.driving import assert_same_greedy, generate, request, running
 from bicl.errors import ConfigError
 from bicl.frontends import tune as module
 from bicl.frontends.http.engine import EngineConfig
-from bicl.frontends.tune import Grid, Result, Samples, best_result, read_samples, tune
+from bicl.frontends.tune import (
+    Grid,
+    Result,
+    Samples,
+    best_result,
+    read_samples,
+    run_tune,
+    tune,
+)
 from bicl.sparse.config import HySparseConfig
+from bicl.sparse.gate_file import GATE_NAME, save_gate
 from bicl.sparse.settings import read_config_file
+from bicl.sparse.sgm import make_gate
 
 BASE = HySparseConfig(text_kind="off", layers="0-2/3", floor_tokens=128)
 GRID = Grid(ratios=(0.3, 0.6), layers=("0-2/3",), modes=("select", "compact"), max_ks=(512,))
@@ -128,6 +138,37 @@ def test_a_search_goes_on_where_it_was_cut_off(tiny, tmp_path: Path, monkeypatch
     monkeypatch.setattr(module, "_measure", spy)
     search(tiny, tmp_path)
     assert measured == [("compact", 0.3), ("compact", 0.6)]
+    search(tiny, tmp_path)
+    assert len(measured) == 2, "what follows a line that was cut off is lost"
+
+
+def test_another_gate_is_measured_anew(tiny, tmp_path: Path) -> None:
+    """Also one of the same name, written by a later fit."""
+    gate = make_gate("centroids", (0, 1, 2), 64)
+    base = replace(BASE, gate_path=str(tmp_path / "gate.safetensors"))
+    small = Grid(ratios=(0.6,), layers=("0-2/3",))
+    options = {"base": base, "max_drop": 10.0, "engine": SIZES, "console": QUIET}
+    results = []
+    for factor in (1.0, -1.0, -1.0):
+        with torch.no_grad():
+            gate.weights.fill_(factor)
+        save_gate(tmp_path / "gate.safetensors", gate)
+        results.append(tune(tiny, SAMPLES, small, tmp_path, **options))
+    assert results[0].perplexity != results[1].perplexity == results[2].perplexity
+    assert len((tmp_path / "tune.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_gate_beside_the_model_is_tried_as_serve_takes_it(tmp_path: Path, monkeypatch) -> None:
+    gate = tmp_path / GATE_NAME
+    gate.write_bytes(b"fitted")
+    tried = []
+    monkeypatch.setattr(module, "load_model", lambda path, device: path)
+    monkeypatch.setattr(module, "read_samples", lambda *_, **__: SAMPLES)
+    monkeypatch.setattr(module, "tune", lambda *_, base, **__: tried.append(base.gate_path))
+    options = {"max_drop": 1.0, "pieces": 1, "context": 600, "predicted": 16, "device": "cpu"}
+    for base in (BASE, replace(BASE, gate_path="own")):
+        run_tune(str(tmp_path), [], None, GRID, tmp_path, base=base, **options)
+    assert tried == [str(gate), "own"]
 
 
 def test_other_samples_are_measured_anew(tiny, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,9 @@ from bicl.frontends.tgi.config import OverlayConfig
 from bicl.frontends.tgi.hysparse import ShardSparsity, watch
 from bicl.frontends.tgi.kv_cache import KVCache, KVScales
 from bicl.sparse.config import HySparseConfig
+from bicl.sparse.gate_file import GATE_NAME, save_gate
 from bicl.sparse.guard import GuardBounds
+from bicl.sparse.sgm import CentroidGate
 
 ONE = torch.ones(())
 SCALES = KVScales(ONE, ONE)
@@ -269,11 +272,7 @@ def test_a_loaded_model_is_refused_by_name(
     sparsity, monkeypatch, changes: dict[str, Any], drafts: int, part: str
 ) -> None:
     """(A60)"""
-    module = ModuleType("text_generation_server.utils.speculate")
-    module.get_speculate = lambda: drafts
-    for name in ("text_generation_server", "text_generation_server.utils"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    told_drafts(monkeypatch, drafts)
     model = SimpleNamespace(
         model_id="org/model",
         num_layers=LAYERS,
@@ -282,6 +281,31 @@ def test_a_loaded_model_is_refused_by_name(
     )
     with pytest.raises(ConfigError, match=part):
         sparsity.check(model)
+
+
+def test_a_gate_beside_the_model_judges_its_pages(
+    sparsity: ShardSparsity, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told_drafts(monkeypatch, 0)
+    gate = CentroidGate(CONFIG.sparse_layers(LAYERS), DIM)
+    with torch.no_grad():
+        gate.weights.fill_(0.5)
+    save_gate(tmp_path / GATE_NAME, gate)
+    shard = Shard()
+    shard.model_id = str(tmp_path)
+    sparsity.check(shard)
+    sparsity.attach(shard)
+    indexes = shard.kv_cache[0].backend.sparse.indexes
+    assert [float(index.weights.mean()) for index in indexes.values()] == [0.5, 0.5]
+
+
+def told_drafts(monkeypatch: pytest.MonkeyPatch, drafts: int) -> None:
+    """What TGI's own module says of speculation."""
+    module = ModuleType("text_generation_server.utils.speculate")
+    module.get_speculate = lambda: drafts
+    for name in ("text_generation_server", "text_generation_server.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def test_the_environment_says_it_all() -> None:

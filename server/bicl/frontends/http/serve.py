@@ -35,8 +35,7 @@ from bicl.frontends.http.loader import BUNDLED, LoadedModel, load_model, resolve
 from bicl.hardware import find_gpus, is_jetson, judge
 from bicl.metrics import ServerMetrics
 from bicl.ops.cuda import library
-from bicl.sparse.config import HySparseConfig
-from bicl.sparse.gate_file import find_gate
+from bicl.sparse.gate_file import with_gate
 
 __all__ = ["serve"]
 
@@ -152,13 +151,6 @@ def _load(config: ServerConfig, device: str) -> LoadedModel:
     )
 
 
-def _with_gate(config: HySparseConfig | None, model_id: str) -> HySparseConfig | None:
-    """Without ``--hysparse-gate``, the gate that `bicl hysparse fit` left beside the model."""
-    if config is None or config.gate_path is not None:
-        return config
-    return replace(config, gate_path=find_gate(model_id))
-
-
 def _host_bytes(config: ServerConfig, loaded: LoadedModel) -> int:
     """Compact layers have pages of their own, which the tiers do not move: no tier by default."""
     hysparse = config.hysparse.resolve()
@@ -176,6 +168,7 @@ def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
     page_size = config.cache.page_size(head_dim, config.max_total_tokens)
     memory, total = config.cache.cache_memory, config.max_batch_total_tokens
     folder = config.cache.disk_cache_dir
+    hysparse = config.hysparse.resolve()
     return EngineConfig(
         max_total_tokens=config.max_total_tokens,
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
@@ -193,7 +186,7 @@ def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
         disk_cache_bytes=disk_cache_bytes(config.cache),
         cuda_graphs=config.cuda_graphs != "0",
         num_threads=config.num_threads,
-        hysparse=_with_gate(config.hysparse.resolve(), resolve_model(config.model_id)),
+        hysparse=hysparse and with_gate(hysparse, resolve_model(config.model_id)),
         guard=config.hysparse.guard(),
     )
 

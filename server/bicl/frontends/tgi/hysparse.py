@@ -19,6 +19,7 @@ import torch
 from bicl.frontends.tgi.config import overlay_config
 from bicl.frontends.tgi.kv_cache import shard_backend
 from bicl.sparse.config import HySparseConfig
+from bicl.sparse.gate_file import with_gate
 from bicl.sparse.guard import Guard, GuardBounds, Signals
 from bicl.sparse.refusals import ModelFacts, check_model
 from bicl.sparse.selection import SelectionRule, least_skipped, tiles_by_layer
@@ -79,7 +80,8 @@ class ShardSparsity:
         self._random = random.Random(0)
 
     def check(self, model: Any) -> None:
-        """Refuse a loaded model by name, and settle which of its layers are sparse.
+        """Refuse a loaded model by name, and settle which of its layers are sparse and what judges
+        their pages.
 
         Raises:
             ConfigError: naming the flag, the reason and the remedy.
@@ -97,6 +99,7 @@ class ShardSparsity:
         found = check_model(self._config, facts)
         assert found.layers is not None
         self.layers = found.layers
+        self._config = with_gate(self._config, model.model_id)
         for note in found.notes:
             logger.warning("bicl: %s", note)
 
