@@ -22,7 +22,13 @@ FULL_ENDS = 8
 FEW_BITS = 5
 """Weights with fewer bits are refused."""
 
-_METHODS = ("awq", "gptq", "gptq_marlin", "marlin", "exl2", "aqlm", "quip", "hqq", "vptq", "spqr")
+_METHODS = (
+    "awq", "gptq", "gptq_marlin", "marlin", "exl2", "aqlm", "quip", "hqq", "vptq", "spqr", "higgs",
+    "bitnet", "mxfp4", "fp_quant",
+)  # fmt: skip
+_FOUR_BIT_FORMAT = re.compile(r"(?:int|uint|nf|fp)_?4|w4a", re.IGNORECASE)
+"""In a name such as NVFP4 (modelopt's ``quant_algo``) or int4_weight_only (torchao's
+``quant_type``)."""
 _FOUR_BIT_FLAGS = ("bitsandbytes-nf4", "bitsandbytes-fp4")
 _REASONING_NAME = re.compile(
     r"(?:^|[-_/ ])(?:r1|qwq|o1|gpt-oss|magistral)(?=$|[-_/ .0-9])|thinking|reason", re.IGNORECASE
@@ -139,6 +145,8 @@ def coarse_weights(quantization: Mapping[str, Any] | None, quantize: str | None 
     bits = found.get("bits") or found.get("w_bit") or found.get("nbits") or _group_bits(found)
     if found.get("load_in_4bit") or (isinstance(bits, int) and bits < FEW_BITS):
         return f"{method or 'quantised'} weights of {4 if found.get('load_in_4bit') else bits} bits"
+    if named := _FOUR_BIT_FORMAT.search(f"{found.get('quant_algo')} {found.get('quant_type')}"):
+        return f"{method} weights of format {named[0]}"
     return f"{method} weights" if method in _METHODS and bits is None else ""
 
 

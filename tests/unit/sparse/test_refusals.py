@@ -45,6 +45,11 @@ def test_a_plain_model_starts_with_the_layers_of_its_depth() -> None:
             "config_groups": {"a": {"weights": {"num_bits": 4}}},
         },
         {"quant_method": "hqq", "nbits": 3},
+        {"quant_method": "mxfp4"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        {"quant_method": "torchao", "quant_type": "int4_weight_only"},
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
     ],
     ids=str,
 )
@@ -64,6 +69,8 @@ def test_weights_of_few_bits_are_refused_unless_forced(quantization: dict[str, A
     [
         None,
         {"quant_method": "fp8"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "torchao", "quant_type": "int8_weight_only"},
         {"quant_method": "gptq", "bits": 8},
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
         {
