@@ -28,6 +28,9 @@ MEASURED_BYTES = 64 << 20
 """Read at start, if host memory has room; but a page, however large. A few pages would tell how
 long the first ones take."""
 
+SAMPLE_SECONDS = 0.25
+"""Between looks at how fast a disk is that was too slow."""
+
 
 class DiskPipe:
     """Writes behind what arrives in host memory; reads what requests ask for.
@@ -58,6 +61,7 @@ class DiskPipe:
         self._writing = False
         self._epoch = 0
         self.num_queued = 0
+        self._next_sample = 0.0
         self._closing = False
         self._refused = False
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="bicl-tier-read")
@@ -99,15 +103,25 @@ class DiskPipe:
         note: Callable[[], None],
     ) -> Promotion:
         """Read the chain's pages ``first .. last`` into host memory."""
-        promotion = Promotion(last - first, deadline, self._changed, release)
         self._store.touch([chain.key(page) for page in range(first, last)])
-        with self._changed:
-            self.num_queued += promotion.num_pages
-            epoch = self._epoch
-        for page in range(first, last):
-            wanted = Block(chain.key(page), chain.key(page - 1), chain.ids(page), chain.group, -1)
-            self._readers.submit(self._read, promotion, wanted, epoch, note)
+        promotion = Promotion(last - first, deadline, self._changed, release)
+        self._submit(promotion, chain, first, note)
         return promotion
+
+    def leave(
+        self, chain: PageChain, first: int, last: int, release: Callable[[list[Block]], None]
+    ) -> None:
+        """The chain's pages ``first .. last`` were asked for, and are computed because the disk is
+        slow. Idle readers read the first of them now and then all the same: for nobody, but the
+        disk's rate would stay what it was once, and what was written lately comes from the kernel's
+        memory."""
+        self._store.touch([chain.key(page) for page in range(first, last)])
+        now = time.monotonic()
+        if self.num_queued or now < self._next_sample:
+            return
+        self._next_sample = now + SAMPLE_SECONDS
+        sample = Promotion(min(READERS, last - first), now, self._changed, release)
+        self._submit(sample, chain, first, sample.close)
 
     def measure(self) -> None:
         """Find out how fast pages come when all readers read, from files that are deleted again.
@@ -173,6 +187,16 @@ class DiskPipe:
         self._store.close()
 
     # --- inside ------------------------------------------------------------------------------
+    def _submit(
+        self, promotion: Promotion, chain: PageChain, first: int, note: Callable[[], None]
+    ) -> None:
+        with self._changed:
+            self.num_queued += promotion.num_pages
+            epoch = self._epoch
+        for page in range(first, first + promotion.num_pages):
+            wanted = Block(chain.key(page), chain.key(page - 1), chain.ids(page), chain.group, -1)
+            self._readers.submit(self._read, promotion, wanted, epoch, note)
+
     def _read(
         self, promotion: Promotion, wanted: Block, epoch: int, note: Callable[[], None]
     ) -> None:

@@ -169,6 +169,7 @@ class PageTiers:
             return None
         if not self.costs.promotion_pays(count, queued_pages=self._disk.num_queued):
             self._stats.skipped_fetches += 1
+            self._disk.leave(chain, first, first + count, self._release)
             return None
         deadline = time.monotonic() + self.costs.patience_seconds(count)
         return self._disk.promote(chain, first, first + count, deadline, self._release, self._note)

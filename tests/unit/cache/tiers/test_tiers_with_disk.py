@@ -14,6 +14,7 @@ from support.tier_rig import (
     chain,
 )
 
+from bicl.cache.tiers.disk_pipe import READERS
 from bicl.errors import ConfigError
 
 
@@ -103,7 +104,7 @@ def test_disk_is_measured_and_left_as_it_was(rig, tmp_path) -> None:
 
 
 def test_slow_disk_is_left_alone(rig, tmp_path) -> None:
-    """Computing is faster: the request does not wait, and the page is not read."""
+    """Computing is faster: the request does not wait."""
     one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
     one.save(chain(2 * PAGE), [0, 1])
     with one.tiers._changed:
@@ -112,12 +113,39 @@ def test_slow_disk_is_left_alone(rig, tmp_path) -> None:
     costs.disk_bytes_per_second, costs.prefill_tokens_per_second = PAGE_BYTES / 1.0, PAGE / 0.5
     assert one.tiers.promote(chain(2 * PAGE), 0, 2) is None
     assert one.tiers.stats().skipped_fetches == 1
+    assert one.tiers.settle(10)
+    with one.tiers._changed:
+        one.tiers._host.flush(None)
     costs.disk_bytes_per_second = PAGE_BYTES / 0.1
     promotion = one.tiers.promote(chain(2 * PAGE), 0, 2)
     assert promotion is not None
     assert promotion.wait(10)
     promotion.close()
     assert one.tiers.num_in_host(chain(2 * PAGE), 0, 2) == 2
+
+
+def test_disk_that_was_slow_is_tried_again(rig, tmp_path) -> None:
+    """Pages that are computed instead are read for nobody, not too often, and their rate counts."""
+    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
+    one.save(chain(12 * PAGE), list(range(12)))
+    with one.tiers._changed:
+        one.tiers._host.flush(None)
+    costs = one.tiers.costs
+    slow = costs.disk_bytes_per_second = PAGE_BYTES / 100.0
+    costs.prefill_tokens_per_second = PAGE / 50.0
+
+    def is_left() -> bool:
+        promotion = one.tiers.promote(chain(12 * PAGE), 0, 12)
+        assert one.tiers.settle(10)
+        return promotion is None
+
+    assert is_left()
+    assert one.tiers.num_in_host(chain(12 * PAGE), 0, 12) == READERS
+    assert costs.disk_bytes_per_second > slow
+    costs.disk_bytes_per_second = slow
+    assert is_left()
+    stats = one.tiers.stats()
+    assert (stats.skipped_fetches, stats.disk_read_pages) == (2, READERS)
 
 
 def test_disk_that_cannot_be_measured_is_tried_all_the_same(rig, tmp_path, monkeypatch) -> None:
