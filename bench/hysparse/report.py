@@ -25,6 +25,7 @@ __all__ = [
     "RATIO",
     "Cell",
     "cells",
+    "leads",
     "main",
     "print_table",
     "print_verdicts",
@@ -236,6 +237,41 @@ def _line(row: dict[str, Any]) -> str:
     return f"{name}{change:+8.3f} % ({error:.3f})  {counts:>9s} {share:6.1f} % ({spread:.1f})"
 
 
+def leads(found: Sequence[Cell], ratio: float = RATIO) -> list[dict[str, Any]]:
+    """How far each of our configurations is ahead of the press that comes nearest to it, by
+    perplexity, at each length and over all above the floor: paired over the same pieces."""
+    pairs: dict[tuple[str, str, int | None], list[tuple[float, float]]] = defaultdict(list)
+    by_place = {_place(cell): cell for cell in found if cell.losses}
+    presses = {n for (n, *_) in by_place if n.startswith("kvpress ")}
+    for cell in by_place.values():
+        name, own_ratio, tokens = (cell.labels[key] for key in ("name", "ratio", "tokens"))
+        if own_ratio != ratio or name.split(" ")[0] != HySparseConfig.variant or not cell.exercised:
+            continue
+        for press in presses:
+            other = by_place.get((press, *_place(cell)[1:]))
+            if other is None or len(other.losses) != len(cell.losses):
+                continue
+            losses = [a[0] for a in cell.losses], [b[0] for b in other.losses]
+            for length in (tokens,) if cell.below_floor else (tokens, None):
+                pairs[name, press, length] += zip(*losses, strict=True)
+    rows: dict[tuple[str, int | None], dict[str, Any]] = {}
+    for (name, press, length), both in pairs.items():
+        change = _change([theirs - mine for mine, theirs in both])
+        row = {"measure": "lead", "name": name, "ratio": ratio, "tokens": length, "press": press}
+        row |= {"pieces": len(both), "lead": change["perplexity_change"]}
+        row |= {"lead_se": change["perplexity_change_se"]}
+        nearest = rows.setdefault((name, length), row)
+        if row["lead"] < nearest["lead"]:
+            rows[name, length] = row
+    return list(rows.values())
+
+
+def _place(cell: Cell) -> tuple[Any, ...]:
+    """Its configuration, and what it was measured on."""
+    labels = cell.labels
+    return labels["name"], labels["ratio"], labels.get("kind"), labels["tokens"]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """One configuration against the targets at one length (``None``: all)."""
@@ -293,6 +329,11 @@ def write_report(files: Sequence[Path], output: Path | None) -> None:
     summary = summarise(found)
     print_table(summary, sorted({row["ratio"] for row in summary if row["ratio"]}))
     print_verdicts(verdicts(summary))
+    ahead = leads(found)
+    for row in ahead:
+        lead, error = 100 * row["lead"], 100 * (row["lead_se"] or math.nan)
+        place = f"{row['name']:32s} {row['tokens'] or 'all':>6} tokens"
+        print(f"  {place}: {lead:+.2f} % ({error:.2f}) ahead of {row['press']}")
     if output is None:
         return
     facts: dict[str, Any] = {}
@@ -308,7 +349,7 @@ def write_report(files: Sequence[Path], output: Path | None) -> None:
         for cell in found
         if cell.labels["name"].split(" ")[0] in names and cell.labels["ratio"] in (0.0, RATIO)
     ]
-    save(output, meta, [*summary, *details])
+    save(output, meta, [*summary, *ahead, *details])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

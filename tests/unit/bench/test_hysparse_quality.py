@@ -11,7 +11,8 @@ import pytest
 from bench.hysparse import texts
 from bench.hysparse.arena import Setup
 from bench.hysparse.measures import RARELY, plan
-from bench.hysparse.report import cells, read_items, summarise, verdicts, write_report
+from bench.hysparse.report import cells, leads, read_items, summarise, verdicts, write_report
+from bench.hysparse.tables import by_length
 from bench.hysparse.tasks import TASKS, make_samples
 from bench.hysparse.texts import KINDS, digest, prose_paragraphs, read_kind
 from bicl.sparse.policy import RATIO_SHARES
@@ -183,3 +184,29 @@ def test_a_target_is_met_by_what_a_server_can_run_or_said_to_be_missed() -> None
     good, bad = verdicts([*ours, *others, line("kvpress A", 0.005, 0.5)])
     assert (good.perplexity, good.answers, good.ahead) == (True, True, True)
     assert (bad.perplexity, bad.answers, bad.ahead) == (False, False, False)
+
+
+def test_a_lead_is_that_over_the_nearest_press_on_the_same_pieces() -> None:
+    def losses(ours: float, near: float, far: float) -> dict[str, Any]:
+        results = [
+            ["dense", 0.0, 1.0, 2.0],
+            ["centroids served", 0.65, 0.36, ours],
+            ["kvpress Near", 0.65, 0.36, near],
+            ["kvpress Far", 0.65, 0.36, far],
+        ]
+        return piece(2.0, ours, results=results)
+
+    found = cells([{"item": "any", "records": [losses(2.0, 2.02, 2.5), losses(2.1, 2.14, 2.5)]}])
+    for row in leads(found):
+        assert (row["name"], row["press"], row["pieces"]) == ("centroids served", "kvpress Near", 2)
+        assert row["lead"] == pytest.approx(0.0304, abs=1e-4)
+        assert row["lead_se"] == pytest.approx(0.01)
+    assert [row["tokens"] for row in leads(found)] == [4096, None]
+
+
+def test_the_hysparse_page_has_the_files_tables() -> None:
+    root = Path(__file__).resolve().parents[3]
+    page = (root / "docs" / "hysparse.md").read_text()
+    rows = json.loads((root / "bench" / "results" / "hysparse-quality.json").read_text())["rows"]
+    missing = [row for row in by_length(rows).splitlines()[2:] if row not in page]
+    assert missing == [], "paste what `python -m bench.hysparse.tables` prints"

@@ -1,0 +1,107 @@
+"""The tables of ``docs/hysparse.md``, from a result file.
+
+``python -m bench.hysparse.tables [bench/results/hysparse-quality.json]`` prints them as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.hysparse.report import RATIO
+
+__all__ = ["by_length", "by_ratio", "main", "of_presses"]
+
+Rows = Sequence[Mapping[str, Any]]
+
+TITLES = {
+    "centroids served": "**`centroids`, as served**",
+    "centroids served fitted": "as served, fitted",
+    "centroids floor": "as served, `--hysparse-text-kind off`",
+    "centroids": "floor off",
+    "centroids fitted": "floor off, fitted",
+    "oracle": "pages by true attention, floor off",
+}
+"""Of the configurations that a server can run, and of the best choice of pages there is."""
+
+
+def by_length(rows: Rows, ratio: float = RATIO) -> str:
+    """At one ratio: perplexity, its standard error, and answers at every length."""
+    sums = _sums(rows)
+    lengths = sorted({tokens for _, own, tokens in sums if own == ratio and tokens})
+    lines = [_line(["", *(f"{length:,}" for length in lengths)]), "|---" * (len(lengths) + 1) + "|"]
+    for name, title in TITLES.items():
+        found = [sums.get((name, ratio, length)) for length in lengths]
+        if any(found):
+            lines.append(_line([title, *(_cell(row) for row in found)]))
+    return "\n".join(lines)
+
+
+def by_ratio(rows: Rows, titles: Mapping[str, str] = TITLES) -> str:
+    """Over all lengths above the floor: perplexity and answers at every ratio."""
+    sums = _sums(rows)
+    ratios = sorted({ratio for _, ratio, _ in sums if ratio})
+    lines = [_line(["", *map(str, ratios)]), "|---" * (len(ratios) + 1) + "|"]
+    for name, title in titles.items():
+        found = [sums.get((name, ratio, None)) for ratio in ratios]
+        if any(found):
+            lines.append(_line([title, *(_short(row) for row in found)]))
+    return "\n".join(lines)
+
+
+def of_presses(rows: Rows, ratio: float = RATIO) -> str:
+    """kvpress at one ratio: the best perplexity over all lengths first."""
+    sums = _sums(rows)
+    lengths = sorted({tokens for _, own, tokens in sums if own == ratio and tokens})
+    names = {name for name, own, _ in sums if name.startswith("kvpress ") and own == ratio}
+    head = [f"{length:,}" for length in lengths]
+    lines = [_line(["", "all above the floor", *head]), "|---" * (len(lengths) + 2) + "|"]
+
+    def change(name: str) -> float:
+        return float(sums[name, ratio, None]["perplexity_change"])
+
+    for name in ("centroids", *sorted(names, key=change)):
+        title = "**`centroids`, floor off**" if name == "centroids" else name.split(" ")[1]
+        cells = [_cell(sums.get((name, ratio, length))) for length in (None, *lengths)]
+        lines.append(_line([title, *cells]))
+    return "\n".join(lines)
+
+
+def _sums(rows: Rows) -> dict[tuple[str, float, int | None], Mapping[str, Any]]:
+    sums = [row for row in rows if row["measure"] == "summary"]
+    return {(row["name"], row["ratio"], row["tokens"]): row for row in sums}
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if not row["exercised"]:
+        return "nothing left out"
+    change, error = (100 * row[key] for key in ("perplexity_change", "perplexity_change_se"))
+    return f"{change:+.2f} % ({error:.2f}), {row['right']} of {row['dense_right']}"
+
+
+def _short(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    change, share = (100 * row[key] for key in ("perplexity_change", "task_accuracy_of_dense"))
+    return f"{change:+.1f} %, {share:.0f} %"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("source", nargs="?", default="bench/results/hysparse-quality.json")
+    rows = json.loads(Path(parser.parse_args(argv).source).read_text())["rows"]
+    for table in (by_length(rows), by_ratio(rows), of_presses(rows)):
+        print(table, end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
