@@ -12,6 +12,8 @@ from pathlib import Path
 
 _PACKAGE = "text_generation_server"
 _HERE = Path(__file__).resolve().parent
+_SWITCH = os.environ.get("BICL_DISABLE", "").lower()
+_ON, _OFF = ("1", "true"), ("", "0", "false")
 
 
 class _Trigger:
@@ -28,6 +30,8 @@ class _Trigger:
 
 def _install() -> None:
     try:
+        if _SWITCH not in _OFF:
+            raise ValueError(f"BICL_DISABLE is {_SWITCH!r}; use 1 or 0")
         from bicl.frontends.tgi.hook import install
 
         install(_patches())
@@ -47,5 +51,5 @@ def _patches() -> Path:
     return installed if installed.is_dir() else _HERE.parent
 
 
-if os.environ.get("BICL_DISABLE", "").lower() not in ("1", "true"):
+if _SWITCH not in _ON:
     sys.meta_path.insert(0, _Trigger())

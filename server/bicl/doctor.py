@@ -47,17 +47,27 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
+    """Of one door: what would run here."""
+
     findings: tuple[Finding, ...]
+    door: str = "bicl serve"
 
     @property
     def usable(self) -> bool:
-        """Whether ``bicl serve`` can work here at all."""
+        """Whether the door can work here at all."""
         return all(finding.verdict is not Verdict.FAIL for finding in self.findings)
 
 
 def examine() -> Report:
-    """Look at this machine. Changes nothing, needs no network and no GPU."""
-    return Report(tuple(check() for check in CHECKS))
+    """Look at this machine. Changes nothing, needs no network and no GPU. Where
+    text-generation-inference is installed, as in its image, that is the door."""
+    from bicl.launcher import doctor as tgi
+
+    package = tgi.find_package()
+    if package is None:
+        return Report(tuple(check() for check in CHECKS))
+    checks = (*SHARED_CHECKS, *map(_guarded, tgi.checks(package)))
+    return Report(tuple(check() for check in checks), tgi.DOOR)
 
 
 def print_report(report: Report, *, as_json: bool) -> None:
@@ -75,7 +85,7 @@ def print_report(report: Report, *, as_json: bool) -> None:
         if finding.remedy:
             line.append(f"; {finding.remedy}", style="default")
         console.print(line)
-    console.print("bicl serve can run here" if report.usable else "bicl serve cannot run here")
+    console.print(f"{report.door} {'can' if report.usable else 'cannot'} run here")
 
 
 def check_python() -> Finding:
@@ -238,18 +248,10 @@ def _guarded(check: Callable[[], Finding]) -> Callable[[], Finding]:
     return run
 
 
-CHECKS = tuple(
-    _guarded(check)
-    for check in (
-        check_python,
-        check_torch,
-        check_server_packages,
-        check_cpu,
-        check_memory,
-        check_disk,
-        check_shm,
-        check_gpu,
-        check_kernels,
-        check_model,
-    )
+SHARED_CHECKS = tuple(
+    map(_guarded, (check_python, check_torch, check_memory, check_disk, check_shm))
+)
+CHECKS = (
+    *SHARED_CHECKS,
+    *map(_guarded, (check_server_packages, check_cpu, check_gpu, check_kernels, check_model)),
 )

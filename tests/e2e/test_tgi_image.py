@@ -50,12 +50,23 @@ def in_image(client: str, image: str, *command: str) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def kernels(client: str, image: str) -> str:
+    """Where the image keeps the compiled kernels, if it was built with them."""
+    show = "from bicl.launcher.installed import KERNELS; print(KERNELS)"
+    return in_image(client, image, PYTHON, "-c", show).stdout.strip()
+
+
 @pytest.fixture
-def with_gpu(tmp_path: Path) -> list[str]:
-    """Flags of ``docker run`` that put the driver's tool there."""
+def with_gpu(tmp_path: Path, kernels: str) -> list[str]:
+    """Flags of ``docker run`` that put the driver's tool and a library there."""
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
-    return ["-v", f"{tmp_path}/nvidia-smi:/usr/local/bin/nvidia-smi:ro"]
+    (tmp_path / "kernels.so").touch()
+    return [
+        *("-v", f"{tmp_path}/nvidia-smi:/usr/local/bin/nvidia-smi:ro"),
+        *("-v", f"{tmp_path}/kernels.so:{kernels}:ro"),
+    ]
 
 
 def launched(client: str, image: str, flags: list[str], *arguments: str) -> tuple[dict, str]:
@@ -100,6 +111,17 @@ def test_unusable_flags_end_the_container_with_one_line(
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("bicl: --block-size '48' is not supported")
+
+
+def test_image_built_without_kernels_says_so_at_once(
+    client: str, image: str, with_gpu: list[str]
+) -> None:
+    done = subprocess.run(
+        [client, "run", "--rm", *with_gpu[:2], image, "--model-id", "m"],
+        capture_output=True, text=True, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there are no compiled kernels; build the image with" in done.stderr
 
 
 def test_sigterm_reaches_the_launcher_as_process_1(
@@ -147,6 +169,8 @@ def test_doctor_and_selftest_are_there(client: str, image: str) -> None:
     """Without a GPU the first says so; the second needs TGI's real server, and says so, too."""
     doctor = in_image(client, image, "bicl", "doctor")
     assert "no NVIDIA GPU is visible" in doctor.stdout
+    assert "stock text-generation-inference runs instead" in doctor.stdout
+    assert "overlay       in place for TGI 9.9" in doctor.stdout
     assert "Traceback" not in doctor.stderr
     selftest = in_image(client, image, "bicl", "selftest", "llama")
     assert selftest.returncode != 0

@@ -10,7 +10,7 @@ from bicl.errors import ConfigError
 from bicl.settings import Setting, settings_of
 from bicl.sparse.settings import HySparseSettings
 
-__all__ = ["OUR_FLAGS", "CommandLine", "Flag", "describe_flags", "split"]
+__all__ = ["OUR_FLAGS", "CommandLine", "Flag", "describe_flags", "is_set", "split"]
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,17 @@ class CommandLine:
     environ: Mapping[str, str]
 
     def our(self, name: str, default: str = "") -> str:
-        """A flag's value; the environment's where the command line is silent."""
+        """A flag's value; the environment's where the command line is silent.
+
+        Raises:
+            ConfigError: the environment's is not allowed.
+        """
         found = self.ours.get(name)
         if found is not None:
             return found
-        env = _BY_NAME[name].env
-        return self.environ.get(env, default) if env else default
+        flag = _BY_NAME[name]
+        text = self.environ.get(flag.env, "")
+        return _from_environment(flag, text) if text else default
 
     def their(self, name: str) -> str | None:
         """The value that TGI's launcher will see for one of its flags, by its own rules."""
@@ -146,6 +151,22 @@ def _checked(flag: Flag, value: str) -> str:
     if value not in allowed:
         raise ConfigError(f"{flag.name} {value!r} is not supported; use one of {list(allowed)}")
     return value
+
+
+def _from_environment(flag: Flag, text: str) -> str:
+    if not flag.takes_value:
+        return "true" if is_set(flag.env, text) else "false"
+    if flag.choices and text not in flag.choices:
+        raise ConfigError(f"{flag.env} is {text!r}; use one of {list(flag.choices)}")
+    return text
+
+
+def is_set(name: str, text: str) -> bool:
+    """A switch in the environment; a word that is neither yes nor no is refused, not taken for
+    one of them."""
+    if text.lower() not in ("", "0", "1", "false", "true"):
+        raise ConfigError(f"{name} is {text!r}; use 1 or 0")
+    return text.lower() in ("1", "true")
 
 
 def describe_flags() -> str:

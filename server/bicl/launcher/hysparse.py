@@ -17,7 +17,7 @@ _SETTINGS = tuple(settings_of("hysparse", HySparseSettings))
 
 def enables_hysparse(line: CommandLine) -> bool:
     """Whether ``--enable-hysparse`` or its variable is given."""
-    return line.our("--enable-hysparse", "false").lower() in ("true", "1")
+    return line.our("--enable-hysparse") == "true"
 
 
 def plan_hysparse(line: CommandLine, model: ModelConfig | None) -> tuple[dict[str, str], list[str]]:

@@ -6,10 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 from bicl.errors import BiclError, ConfigError
@@ -17,6 +15,7 @@ from bicl.hardware import find_gpus, is_jetson, judge
 from bicl.launcher import watch
 from bicl.launcher.flags import CommandLine, describe_flags, split
 from bicl.launcher.hysparse import enables_hysparse
+from bicl.launcher.installed import check_kernels, check_overlay
 from bicl.launcher.model_config import ModelConfig, read_chat_template, read_model_config
 from bicl.launcher.plan import plan_launch
 
@@ -48,7 +47,8 @@ def _launch(arguments: list[str], environ: dict[str, str]) -> NoReturn:
     line = split(arguments, environ)
     launch = plan_launch(line, _model(line), judge(find_gpus(environ), jetson=is_jetson()))
     if "BICL_DISABLE" not in launch.environment:
-        _check_installed(environ)
+        check_kernels()
+        check_overlay(environ)
     for note in launch.notes:
         _say(note)
     if "BICL_DISABLE" not in launch.environment:
@@ -86,14 +86,6 @@ def _model(line: CommandLine) -> ModelConfig | None:
     except (OSError, ValueError, ImportError) as error:
         _say(f"config.json of {model_id} could not be read ({error}); the shard checks the model")
         return None
-
-
-def _check_installed(environ: Mapping[str, str]) -> None:
-    """Without its hook TGI would start as usual, and nobody would notice."""
-    from bicl.frontends.tgi.install import find_patches, verify_files
-
-    site = Path(environ.get("BICL_SITE_PACKAGES") or sysconfig.get_path("purelib"))
-    verify_files(site, find_patches())
 
 
 def _say(text: str) -> None:

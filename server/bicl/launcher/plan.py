@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from bicl.cache.settings import KVCacheConfig
 from bicl.errors import ConfigError
 from bicl.hardware import Verdict
-from bicl.launcher.flags import CommandLine
+from bicl.launcher.flags import CommandLine, is_set
 from bicl.launcher.hysparse import enables_hysparse, plan_hysparse
 from bicl.launcher.model_config import ModelConfig
 from bicl.launcher.tiers import plan_tiers
@@ -60,7 +60,7 @@ def plan_launch(line: CommandLine, model: ModelConfig | None, hardware: Verdict)
     _check_adapters(line)
     block_size = _block_size(line, model)
     launch.environment["BICL_BLOCK_SIZE"] = str(block_size)
-    deterministic = line.our("--deterministic", "false").lower() in ("true", "1")
+    deterministic = line.our("--deterministic") == "true"
     launch.environment["BICL_DETERMINISTIC"] = "1" if deterministic else "0"
     for plan in (plan_hysparse, plan_tiers):
         environment, notes = plan(line, model)
@@ -79,7 +79,7 @@ def plan_launch(line: CommandLine, model: ModelConfig | None, hardware: Verdict)
 
 
 def _why_stock(line: CommandLine, model: ModelConfig | None, hardware: Verdict) -> str:
-    if line.environ.get("BICL_DISABLE", "").lower() in ("1", "true"):
+    if is_set("BICL_DISABLE", line.environ.get("BICL_DISABLE", "")):
         return "BICL_DISABLE is set"
     if line.our("--flash-attn-version") == "2":
         return "--flash-attn-version 2"

@@ -52,6 +52,12 @@ def test_disable_leaves_stock_tgi(tree: Path, patches: Path) -> None:
     assert done.stdout == "256 stock True stock\n"
 
 
+def test_a_switch_that_says_neither_yes_nor_no_ends_the_process(tree: Path, patches: Path) -> None:
+    done = run_python(start(), tree, patches / "hook", BICL_DISABLE="yes")
+    assert (done.returncode, done.stdout) == (EX_CONFIG, "")
+    assert "BICL_DISABLE is 'yes'; use 1 or 0" in done.stderr
+
+
 def test_other_programs_are_left_alone(patches: Path) -> None:
     code = "import sys, json\nprint([m for m in sys.modules if m.split('.')[0] == 'bicl'])"
     assert run_python(start(code), patches / "hook").stdout == "[]\n"

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from bicl.frontends.tgi.install import find_patches, install
+from bicl.launcher.installed import KERNELS
+from bicl.ops.cuda.library import library_path
 
 FAKE = """#!{python}
 import json, os, signal, sys, time
@@ -30,6 +32,13 @@ if "--stay" in sys.argv:
     time.sleep(60)
 sys.exit(7)
 """
+START = """
+import pathlib, sys
+from bicl.launcher import installed, main
+installed.KERNELS = pathlib.Path(sys.argv.pop(1))
+sys.argv[0] = "bicl-launcher"
+main()
+"""
 SMI = "#!/bin/sh\necho '0, GPU-1, 9.0, NVIDIA H200'\n"
 
 
@@ -43,6 +52,8 @@ class Image:
         self.write("text-generation-launcher-upstream", FAKE.format(python=sys.executable))
         self.write("nvidia-smi", SMI)
         install(self.site, find_patches())
+        self.kernels = root / "libbicl_kernels.so"
+        self.kernels.touch()
         self.model = root / "model"
         self.model.mkdir()
         config = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8}
@@ -55,7 +66,7 @@ class Image:
     def start(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("BICL_")}
         return subprocess.Popen(
-            [sys.executable, "-m", "bicl.launcher", *arguments],
+            [sys.executable, "-c", START, str(self.kernels), *arguments],
             env=clean
             | {
                 "PATH": f"{self.bin}:/usr/bin:/bin",
@@ -124,6 +135,21 @@ def test_overlay_that_is_not_installed_is_noticed(image: Image) -> None:
     code, _, err = image.run("--model-id", str(image.model))
     assert code == 2
     assert "bicl_tgi_start.pth is missing" in err
+
+
+def test_image_without_kernels_is_noticed_before_a_model_is_loaded(image: Image) -> None:
+    image.kernels.unlink()
+    code, _, err = image.run("--model-id", str(image.model))
+    assert code == 2
+    assert err.startswith(f"bicl: {image.kernels} is missing: there are no compiled kernels;")
+    assert "--build-arg KERNELS=cuda" in err
+    assert not image.record.exists()
+    code, _, _ = image.run("--model-id", str(image.model), "--flash-attn-version", "2")
+    assert code == 7, "stock needs none"
+
+
+def test_kernels_are_looked_for_where_they_are_loaded_from() -> None:
+    assert library_path() == KERNELS
 
 
 def test_without_gpu_stock_runs_and_it_is_said(image: Image) -> None:

@@ -94,6 +94,27 @@ def test_environment_gives_our_flags_values_too() -> None:
     assert plan("--block-size 64", BICL_BLOCK_SIZE="32").environment["BICL_BLOCK_SIZE"] == "64"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("BICL_DISABLE", "yes", "BICL_DISABLE is 'yes'; use 1 or 0"),
+        ("BICL_DETERMINISTIC", "on", "BICL_DETERMINISTIC is 'on'; use 1 or 0"),
+        ("BICL_ENABLE_HYSPARSE", "2", "BICL_ENABLE_HYSPARSE is '2'; use 1 or 0"),
+        ("BICL_BLOCK_SIZE", "48", "BICL_BLOCK_SIZE is '48'; use one of ['32', '64', 'auto']"),
+    ],
+)
+def test_what_the_environment_says_is_not_guessed_at(name: str, value: str, words: str) -> None:
+    assert refusal(**{name: value}) == words
+
+
+def test_switches_of_the_environment_that_are_off_or_empty_are_off() -> None:
+    for off in ("0", "false", "FALSE", ""):
+        launch = plan(BICL_DISABLE=off, BICL_DETERMINISTIC=off, BICL_BLOCK_SIZE="")
+        assert "BICL_DISABLE" not in launch.environment
+        assert launch.environment["BICL_DETERMINISTIC"] == "0"
+    assert plan(BICL_DETERMINISTIC="True").environment["BICL_DETERMINISTIC"] == "1"
+
+
 def test_tiers_reach_the_shards_and_are_told() -> None:
     launch = plan("--host-cache-size 64GiB --disk-cache-dir /x --disk-cache-size=1TB")
     wanted = {"HOST_CACHE_SIZE": "64GiB", "DISK_CACHE_DIR": "/x", "DISK_CACHE_SIZE": "1TB"}

@@ -20,6 +20,7 @@ START = "bicl_tgi_start"
 FOLDER = "bicl_tgi_patches"
 CONTENTS = ("UPSTREAM", "overlay/kv_cache.py", "overlay/cuda.py", "overlay/ipex.py")
 PTH_LINE = f"import {START}\n"
+AGAIN = "python -m bicl.frontends.tgi.install puts it in place"
 
 
 def find_patches() -> Path:
@@ -75,12 +76,12 @@ def verify_files(site: Path, patches: Path) -> None:
     """Check that the overlay in ``site`` is whole; raises ConfigError naming the file."""
     pth = site / f"{START}.pth"
     if not pth.is_file() or pth.read_text() != PTH_LINE:
-        raise ConfigError(f"{pth} is missing or altered; install again")
+        raise ConfigError(f"{pth} is missing or altered; {AGAIN}")
     pairs = [(patches / name, site / FOLDER / name) for name in CONTENTS]
     pairs.append((patches / "hook" / f"{START}.py", site / f"{START}.py"))
     for source, copy in pairs:
         if not copy.is_file() or not filecmp.cmp(source, copy, shallow=False):
-            raise ConfigError(f"{copy} is missing or differs from {source}; install again")
+            raise ConfigError(f"{copy} is missing or differs from {source}; {AGAIN}")
 
 
 def _find_package(given: Path | None) -> Path:
