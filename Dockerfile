@@ -6,6 +6,9 @@ ARG EMBEDDED_BASE=python:3.12-slim-bookworm
 ARG TGI_IMAGE=ghcr.io/huggingface/text-generation-inference:3.3.7
 ARG TGI_DIGEST=
 ARG BOM=cyclonedx-bom==7.5.0
+# For the labels: our release, and the commit that was built.
+ARG VERSION=0.1.0
+ARG REVISION=
 # CUDA of the kernels: 12.8 as in the TGI image, so that its drivers (R525 and newer) suffice.
 ARG CUDA_BASE=nvidia/cuda:12.8.1-devel-ubuntu22.04
 ARG KERNELS=none
@@ -52,7 +55,11 @@ RUN /opt/bicl/bin/pip install --no-cache-dir --no-deps --force-reinstall /out/*.
  && find /opt/bicl -name __pycache__ -prune -exec rm -r {} +
 
 FROM ${EMBEDDED_BASE} AS embedded
+ARG VERSION
+ARG REVISION
 LABEL org.opencontainers.image.title="bicl" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.description="Text generation on a KV cache of BICL tiles" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=embedded-env /opt/bicl /opt/bicl
@@ -71,7 +78,11 @@ FROM ${TGI_IMAGE}${TGI_DIGEST:+@${TGI_DIGEST}} AS tgi
 ARG BOM
 ARG TGI_IMAGE
 ARG TGI_DIGEST
+ARG VERSION
+ARG REVISION
 LABEL org.opencontainers.image.title="text-generation-inference with the BICL KV cache" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.description="Routes, flags and metrics of text-generation-inference on a KV cache of BICL tiles" \
       org.opencontainers.image.base.name="${TGI_IMAGE}" \
       org.opencontainers.image.base.digest="${TGI_DIGEST}" \

@@ -72,7 +72,8 @@ unpatch: install ## take it out again
 	$(BIN)/python -m bicl.frontends.tgi.install --site-packages $(TGI_SITE) --uninstall
 
 image: ## build the embedded image (IMAGE=tgi: the other one, on the official image)
-	DOCKER_BUILDKIT=1 docker build --target $(IMAGE) -t bicl-$(IMAGE) $(ARGS) .
+	DOCKER_BUILDKIT=1 docker build --target $(IMAGE) -t bicl-$(IMAGE) \
+	  --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null) $(ARGS) .
 
 up: ## serve the embedded image through Compose
 	docker compose up --build embedded

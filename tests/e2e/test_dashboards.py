@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from bicl.frontends.http.engine.config import EngineStats
+from bicl.frontends.tgi import prefixes
 from bicl.metrics import CacheFacts, ServerMetrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -17,7 +18,8 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 def metric_names() -> set[str]:
     metrics = ServerMetrics(1024, 2048)
     metrics.attach(EngineStats, CacheFacts(2048, True, {"version": "x"}, ("some fall-back",)))
-    return set(re.findall(r"^([a-z_]+)[ {]", metrics.render().decode(), re.MULTILINE))
+    served = set(re.findall(r"^([a-z_]+)[ {]", metrics.render().decode(), re.MULTILINE))
+    return served | {f"{name}_total" for name in prefixes._read()}  # a TGI shard's own
 
 
 def asked_for(expression: str) -> set[str]:

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from engine import ENVIRONMENT, ROOT, build_embedded, docker, run, succeeds
+
+import bicl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -151,3 +154,16 @@ def test_dockerfile_has_both_targets_a_health_check_and_an_unprivileged_user() -
     text = Path(ROOT / "Dockerfile").read_text()
     for stage in ("AS embedded", "AS tgi", "HEALTHCHECK", "USER 10001"):
         assert stage in text
+
+
+def test_image_and_chart_are_of_this_release() -> None:
+    assert f"ARG VERSION={bicl.__version__}\n" in (ROOT / "Dockerfile").read_text()
+    chart = yaml.safe_load((ROOT / "deploy/helm/bicl/Chart.yaml").read_text())
+    values = yaml.safe_load((ROOT / "deploy/helm/bicl/values.yaml").read_text())
+    assert chart["appVersion"] == values["image"]["tag"] == bicl.__version__
+
+
+@pytest.mark.parametrize("name", ["embedded", "tgi"])
+def test_compose_passes_no_empty_token_on(name: str) -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    assert services[name]["environment"]["HF_TOKEN"] is None, "as the shell has it, or not at all"

@@ -106,6 +106,29 @@ def test_probes_never_kill_a_busy_pod_and_shared_memory_is_mounted(name: str) ->
     assert pod["spec"]["terminationGracePeriodSeconds"] > pause
 
 
+def test_every_shards_counters_can_be_scraped_from_where_prometheus_runs(helm: str) -> None:
+    settings = "gpus=2,serviceMonitor.enabled=true,serviceMonitor.namespace=watch"
+    kinds = by_kind(render(helm, settings))
+    (container,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert {"name": "BICL_METRICS_PORT", "value": "9400"} in container["env"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"http": 80, "shard-0": 9400, "shard-1": 9401}
+    assert {each["name"] for each in kinds["Service"]["spec"]["ports"]} == set(ports)
+    assert {each["port"] for each in kinds["ServiceMonitor"]["spec"]["endpoints"]} == set(ports)
+    scraper = kinds["NetworkPolicy"]["spec"]["ingress"][-1]
+    assert {each["port"] for each in scraper["ports"]} == set(ports)
+    labels = scraper["from"][0]["namespaceSelector"]["matchLabels"]
+    assert labels == {"kubernetes.io/metadata.name": "watch"}
+
+
+@pytest.mark.parametrize("settings", ["metricsPort=0", EMBEDDED])
+def test_without_shards_counters_no_port_is_opened(helm: str, settings: str) -> None:
+    kinds = by_kind(render(helm, settings))
+    (container,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert [each["name"] for each in container["ports"]] == ["http"]
+    assert "BICL_METRICS_PORT" not in str(container["env"])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [("door=tgi,gpus=0", "needs gpus"), ("door=x", "use tgi or embedded")],

@@ -21,6 +21,8 @@ from engine import (
 )
 from stand_in_tgi import build_official, fake_tgi
 
+import bicl
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SMI = "#!/bin/sh\necho '0, GPU-1, 9.0, NVIDIA H200'\n"
@@ -180,6 +182,8 @@ def test_doctor_and_selftest_are_there(client: str, image: str) -> None:
 def test_labels_health_check_and_parts_list(client: str, image: str) -> None:
     config = json.loads(run(client, "inspect", "-f", "{{json .Config}}", image))
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert config["Labels"]["org.opencontainers.image.version"] == bicl.__version__
+    assert config["Labels"]["org.opencontainers.image.revision"] == ""
     assert config["Labels"]["org.opencontainers.image.base.name"] == "bicl-test-tgi:official"
     assert "/health" in config["Healthcheck"]["Test"][-1]
     assert config["Entrypoint"] == ["/tgi-entrypoint.sh"], "TGI's own"
