@@ -244,6 +244,25 @@ def test_pages_are_found_while_the_step_before_runs(tiny, monkeypatch) -> None:
         stream.close()
 
 
+def test_the_next_page_of_a_row_is_there_before_its_token(tiny, monkeypatch) -> None:
+    """But none for a last token, which is never computed."""
+    engine = stepped(tiny)
+    streams = [engine.submit(request(prompt(64, seed=1), 2)), engine.submit(request(prompt(64), 1))]
+    sequences = list(engine._arrivals)
+    held, emit = [], engine._emitter.emit
+
+    def look(ready):
+        held.extend(len(sequence.pages.page_ids) for sequence in sequences)
+        return emit(ready)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._emitter, "emit", look)
+        engine.step()
+    assert held == [2, 1]
+    run_steps(engine)
+    assert [len(collect(stream).ids) for stream in streams] == [2, 1]
+
+
 def test_equal_prompts_that_wait_hold_pages_once(tiny) -> None:
     engine = stepped(tiny, max_batch_prefill_tokens=200)
     streams, (second, third) = waiting_behind(engine, prompt(90), prompt(90))

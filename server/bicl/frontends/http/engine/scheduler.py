@@ -113,11 +113,16 @@ class Scheduler:
         return Plan(chunks, admitted, unservable)
 
     def prepare(self) -> None:
-        """Once a step is issued and committed: pages for those who will begin in the next one.
+        """Once a step is issued and committed: pages that the next one needs, for running rows and
+        for those who will begin.
 
-        As many pages stay available as that step's decode rows may need, so that no row gives way
-        to what only waits.
+        Those who begin leave as many pages as the rows may need, so that no row gives way to what
+        only waits.
         """
+        for sequence in self.running:
+            pages = sequence.pages
+            if pages is not None and self._will_outgrow(sequence, pages):
+                self.manager.extend(pages, len(sequence.ids) + 1)
         if self._crowded:
             return
         budget = self._budget - sum(s.num_left for s in self.running if s.num_left > 1)
@@ -128,8 +133,8 @@ class Scheduler:
             if self._prefix_is_on_its_way(sequence) or self._is_read(sequence):
                 continue
             if sequence.pages is None:
-                pages = self.manager.pages_for(len(sequence.ids)) + len(self.running)
-                if pages > self.manager.available_pages or not self._hold_pages(sequence):
+                wanted = self.manager.pages_for(len(sequence.ids)) + len(self.running)
+                if wanted > self.manager.available_pages or not self._hold_pages(sequence):
                     return
                 self._prefilling.append(sequence)
             assert sequence.pages is not None
@@ -195,6 +200,16 @@ class Scheduler:
         for sequence in ready:
             if sequence.row >= 0:  # a later row may have put it out
                 yield self._chunk(sequence, 1)
+
+    def _will_outgrow(self, sequence: Sequence, pages: SequencePages) -> bool:
+        """The token that is being chosen will be computed, its page is missing, and one is free."""
+        size = len(sequence.ids)
+        return (
+            sequence.num_left == 0
+            and size == pages.capacity_tokens
+            and size + 1 < sequence.max_tokens
+            and self.manager.available_pages > 0
+        )
 
     def _make_room(self, sequence: Sequence, unservable: list[tuple[Sequence, Exception]]) -> bool:
         assert sequence.pages is not None
