@@ -1,4 +1,4 @@
-"""What must be in the image before a model is loaded: the kernels and the overlay."""
+"""What must be there before a model is loaded: kernels, overlay, shared memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import bicl
+from bicl import doctor
 from bicl.errors import ConfigError
+from bicl.launcher.flags import CommandLine
 from bicl.launcher.plan import INSTEAD
 
-__all__ = ["KERNELS", "check_kernels", "check_overlay", "site_packages"]
+__all__ = ["KERNELS", "check_kernels", "check_overlay", "note_on_shared_memory", "site_packages"]
 
 KERNELS = Path(bicl.__file__).parent / "lib" / "libbicl_kernels.so"
 
@@ -42,3 +44,13 @@ def check_overlay(environ: Mapping[str, str]) -> None:
     from bicl.frontends.tgi.install import find_patches, verify_files
 
     verify_files(site_packages(environ), find_patches())
+
+
+def note_on_shared_memory(line: CommandLine, num_gpus: int) -> str:
+    """A sentence for the log if several shards would start on a container's usual 64 MiB, where
+    NCCL breaks or waits for ever; else empty. Without ``--num-shard`` every GPU gets a shard."""
+    shards = line.their("--num-shard") or str(num_gpus)
+    finding = doctor.check_shm()
+    if shards == "1" or finding.verdict is doctor.Verdict.OK:
+        return ""
+    return f"{shards} shards, but {finding.text}; {finding.remedy}"

@@ -15,7 +15,7 @@ from bicl.hardware import find_gpus, is_jetson, judge
 from bicl.launcher import watch
 from bicl.launcher.flags import CommandLine, describe_flags, split
 from bicl.launcher.hysparse import enables_hysparse
-from bicl.launcher.installed import check_kernels, check_overlay
+from bicl.launcher.installed import check_kernels, check_overlay, note_on_shared_memory
 from bicl.launcher.model_config import ModelConfig, read_chat_template, read_model_config
 from bicl.launcher.plan import plan_launch
 
@@ -45,12 +45,14 @@ def _launch(arguments: list[str], environ: dict[str, str]) -> NoReturn:
     if PASSED_THROUGH & set(arguments):
         os.execve(program, [NAME, *arguments], environ)
     line = split(arguments, environ)
-    launch = plan_launch(line, _model(line), judge(find_gpus(environ), jetson=is_jetson()))
+    gpus = find_gpus(environ)
+    launch = plan_launch(line, _model(line), judge(gpus, jetson=is_jetson()))
     if "BICL_DISABLE" not in launch.environment:
         check_kernels()
         check_overlay(environ)
-    for note in launch.notes:
-        _say(note)
+    for note in (*launch.notes, note_on_shared_memory(line, len(gpus))):
+        if note:
+            _say(note)
     if "BICL_DISABLE" not in launch.environment:
         socket = line.their("--shard-uds-path") or watch.DEFAULT_SOCKET
         watch.start(socket, int(launch.environment["BICL_BLOCK_SIZE"]), environ)

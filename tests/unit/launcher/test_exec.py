@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bicl.frontends.tgi.install import find_patches, install
-from bicl.launcher.installed import KERNELS
+from bicl.launcher.flags import split
+from bicl.launcher.installed import KERNELS, note_on_shared_memory
 from bicl.ops.cuda.library import library_path
 
 FAKE = """#!{python}
@@ -150,6 +152,24 @@ def test_image_without_kernels_is_noticed_before_a_model_is_loaded(image: Image)
 
 def test_kernels_are_looked_for_where_they_are_loaded_from() -> None:
     assert library_path() == KERNELS
+
+
+@pytest.mark.parametrize(
+    ("command", "gpus", "shards"),
+    [("", 2, "2"), ("--num-shard 4", 8, "4"), ("--num-shard 1", 2, ""), ("", 1, "")],
+)
+def test_little_shared_memory_for_several_shards_is_said(
+    monkeypatch: pytest.MonkeyPatch, command: str, gpus: int, shards: str
+) -> None:
+    """(A66)"""
+    usage = SimpleNamespace(total=64 * 2**20)
+    monkeypatch.setattr("bicl.doctor.shutil.disk_usage", lambda _: usage)
+    note = note_on_shared_memory(split(command.split(), {}), gpus)
+    assert note.startswith(f"{shards} shards, but /dev/shm has 64 MiB" if shards else "")
+    assert bool(note) == bool(shards)
+    assert "--shm-size 1g" in note or not shards
+    usage.total = 2**30
+    assert note_on_shared_memory(split(command.split(), {}), gpus) == ""
 
 
 def test_without_gpu_stock_runs_and_it_is_said(image: Image) -> None:
