@@ -15,12 +15,34 @@ from bicl.frontends.tgi.install import main
 def places(tmp_path: Path) -> dict[str, Path]:
     site = tmp_path / "site-packages"
     site.mkdir()
-    (site / "other.pth").write_text("")
+    (site / "other.pth").write_text("# nothing\n")
+    (site / "bicl-0.1.0.dist-info").mkdir()
     return {
         "site": site,
         "tree": fake_tgi.make_tree(tmp_path / "tgi"),
         "patches": fake_tgi.make_patches(tmp_path),
     }
+
+
+def test_tgi_is_found_as_the_other_environment_finds_it(
+    places: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--site-packages", str(places["site"]), "--patches", str(places["patches"])]
+    assert main(command) == 1
+    assert f"is installed neither in {places['site']} nor in" in capsys.readouterr().err
+    (places["site"] / "__editable__.tgi.pth").write_text(f"{places['tree'].parent}\n")
+    assert main(command) == 0
+    assert "for TGI 9.9" in capsys.readouterr().out
+
+
+def test_an_environment_without_our_package_is_not_touched(
+    places: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (places["site"] / "bicl-0.1.0.dist-info").rmdir()
+    before = contents(places["site"])
+    assert run(places) == 1
+    assert f"bicl is not installed in {places['site']}" in capsys.readouterr().err
+    assert contents(places["site"]) == before
 
 
 def run(places: dict[str, Path], *flags: str) -> int:

@@ -7,6 +7,7 @@ import filecmp
 import shutil
 import sys
 import sysconfig
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -84,13 +85,36 @@ def verify_files(site: Path, patches: Path) -> None:
             raise ConfigError(f"{copy} is missing or differs from {source}; {AGAIN}")
 
 
-def _find_package(given: Path | None) -> Path:
-    if given is not None:
-        return given
-    spec = find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"{PACKAGE} is not installed in {sys.prefix}; name it with --package")
-    return Path(next(iter(spec.submodule_search_locations)))
+def _find_package(given: Path | None, site: Path) -> Path:
+    """TGI's package, as a Python with this ``site`` would find it, or as this one does."""
+    found = given or _in_site(PACKAGE, site) or _folder(find_spec(PACKAGE))
+    if found is None:
+        raise ConfigError(
+            f"{PACKAGE} is installed neither in {site} nor in {sys.prefix}; name it with --package"
+        )
+    return found
+
+
+def _check_ours(site: Path) -> None:
+    """The hook imports us when TGI starts."""
+    if site != Path(sysconfig.get_path("purelib")) and not any(site.glob("bicl-*.dist-info")):
+        raise ConfigError(
+            f"bicl is not installed in {site}; first install it with that environment's Python "
+            "(pip install ./server)"
+        )
+
+
+def _in_site(package: str, site: Path) -> Path | None:
+    """Where a package lies that ``site`` holds, or names in a ``.pth`` file (editable installs)."""
+    lines = (line for pth in sorted(site.glob("*.pth")) for line in pth.read_text().splitlines())
+    named = [line for line in lines if line and not line.startswith(("#", "import "))]
+    folders = [str(site), *(str(site / line) for line in named)]
+    return _folder(PathFinder.find_spec(package, folders))
+
+
+def _folder(spec: ModuleSpec | None) -> Path | None:
+    places = spec.submodule_search_locations if spec is not None else None
+    return Path(next(iter(places))) if places else None
 
 
 def _check_site(site: Path) -> None:
@@ -108,17 +132,19 @@ def main(arguments: list[str] | None = None) -> int:
         "--site-packages", type=Path, default=Path(sysconfig.get_path("purelib")), metavar="PATH"
     )
     parser.add_argument("--patches", type=Path, help="default: beside the package")
-    parser.add_argument("--package", type=Path, help=f"where {PACKAGE} lies; default: importable")
+    parser.add_argument("--package", type=Path, help=f"where {PACKAGE} lies; default: as installed")
     options = parser.parse_args(arguments)
     try:
         if options.uninstall:
             uninstall(options.site_packages)
             print(f"bicl: removed from {options.site_packages}")
             return 0
+        _check_site(options.site_packages)
         patches = options.patches or find_patches()
-        package = _find_package(options.package)
+        package = _find_package(options.package, options.site_packages)
         if not options.verify:
             # Refuse before anything is written.
+            _check_ours(options.site_packages)
             identify(package, read_upstream(patches / "UPSTREAM"))
             install(options.site_packages, patches)
         release = verify(options.site_packages, patches, package)
