@@ -48,6 +48,13 @@ class CacheManager(PageAccounts):
         copied = match.partial.num_tokens if match.partial else 0
         return len(match.pages) * self.page_size + copied
 
+    def host_holds_more(self, token_ids: TokenIds, namespace: Namespace = BASE) -> bool:
+        """Whether host memory holds pages of a prompt that the pool does not. Changes nothing."""
+        ids = pack_ids(token_ids)
+        limit = len(ids) // ID_BYTES - 1
+        match = self._prefixes.match(ids, namespace, limit)
+        return self._prefixes.host_holds_more(ids, namespace, match, limit)
+
     def promote(self, token_ids: TokenIds, namespace: Namespace = BASE) -> Promotion | None:
         """Begin to bring what is cached on disk alone into host memory, for an :meth:`acquire` to
         come. None if there is nothing, or computing is faster. Close it after that acquire."""

@@ -86,6 +86,16 @@ class Prefixes:
         chain, first = self._beyond(ids, namespace, match)
         return self.arrivals.reserve(chain, first, max_tokens * ID_BYTES // self.index.page_bytes)
 
+    def host_holds_more(
+        self, ids: bytes, namespace: Namespace, match: Match | None, max_tokens: int
+    ) -> bool:
+        """Whether host memory holds the page that follows ``match``."""
+        if self.arrivals is None:
+            return False
+        chain, first = self._beyond(ids, namespace, match)
+        last = max_tokens * ID_BYTES // self.index.page_bytes
+        return first < last and self.arrivals.tiers.num_in_host(chain, first, first + 1) > 0
+
     def promote(
         self, ids: bytes, namespace: Namespace, match: Match | None, max_tokens: int
     ) -> Promotion | None:

@@ -180,6 +180,27 @@ def test_pages_come_while_the_request_queues(tiny) -> None:
     assert result.done.usage.cached_host_tokens == 320
 
 
+def test_host_memory_is_searched_beside_the_step(tiny) -> None:
+    """The next plan looks only for the prompts that it holds something of."""
+    ids = prompt(330)
+    with tiered(tiny, max_batch_size=1) as engine:
+        serve(engine, request(ids))
+        forget_pool(engine)
+        streams = [engine.submit(request(prompt(20, seed=9), 4))]
+        streams += [engine.submit(request(each)) for each in (prompt(330, seed=8), ids)]
+        engine.step()
+        stranger, known = engine._scheduler.waiting
+        assert (stranger.sought_in_host, known.pages is not None) == (True, True)
+        later = engine.submit(request(ids[:200], 4))
+        stranger_too = engine.submit(request(prompt(200, seed=7), 4))
+        engine.step()
+        sought = [sequence.sought_in_host for sequence in engine._scheduler.waiting]
+        assert sought == [True, True, False, True]  # what is held is fetched by the next plan
+        run_steps(engine)
+        for stream in (*streams, later, stranger_too):
+            collect(stream)
+
+
 def test_pages_that_came_early_give_way_to_those_who_run(tiny) -> None:
     """A pool of eight pages, in which the running request needs the prefetched ones' room."""
     ids = prompt(250)

@@ -6,14 +6,12 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
-import numpy as np
-
 from bicl.cache.keys import ID_BYTES
 from bicl.cache.manager import CacheManager
-from bicl.cache.sequence import SequencePages
 from bicl.cache.stats import FlushReport
 from bicl.errors import CapacityError, OverloadedError
 from bicl.frontends.http.engine.config import EngineConfig
+from bicl.frontends.http.engine.early_pages import PREFETCH_WINDOW, EarlyPages
 from bicl.frontends.http.engine.plan import Chunk, Plan
 from bicl.frontends.http.engine.sequence import LogitsNeed, Sequence
 
@@ -21,9 +19,6 @@ __all__ = ["Scheduler"]
 
 DETAIL_CHUNK_TOKENS = 256
 """Prompt log-probabilities need a row of logits a token: smaller chunks bound that memory."""
-
-PREFETCH_WINDOW = 8
-"""Waiting requests whose pages may come early."""
 
 
 class Scheduler:
@@ -41,6 +36,7 @@ class Scheduler:
 
     def __init__(self, manager: CacheManager, config: EngineConfig) -> None:
         self.manager = manager
+        self._early = EarlyPages(manager)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self._prefilling: list[Sequence] = []  # running ones that will soon have cached more
@@ -79,7 +75,7 @@ class Scheduler:
         """It finished, failed or was aborted: let go of all it holds."""
         if sequence.row < 0:
             self.waiting.remove(sequence)
-            self._let_go(sequence)
+            self._early.let_go(sequence)
         else:
             self._stop_running(sequence, keep=keep)
             self._crowded = False
@@ -120,32 +116,17 @@ class Scheduler:
         only waits.
         """
         for sequence in self.running:
-            pages = sequence.pages
-            if pages is not None and self._will_outgrow(sequence, pages):
-                self.manager.extend(pages, len(sequence.ids) + 1)
-        if self._crowded:
-            return
-        budget = self._budget - sum(s.num_left for s in self.running if s.num_left > 1)
-        rows = self._max_batch - len(self.running)
-        for sequence in islice(self.waiting, rows):
-            if budget <= 0:
-                return
-            if self._prefix_is_on_its_way(sequence) or self._is_read(sequence):
-                continue
-            if sequence.pages is None:
-                wanted = self.manager.pages_for(len(sequence.ids)) + len(self.running)
-                if wanted > self.manager.available_pages or not self._hold_pages(sequence):
-                    return
-                self._prefilling.append(sequence)
-            assert sequence.pages is not None
-            budget -= len(sequence.ids) - sequence.pages.num_cached_tokens
+            if sequence.outgrows_its_pages and self.manager.available_pages:
+                assert sequence.pages is not None
+                self.manager.extend(sequence.pages, len(sequence.ids) + 1)
+        self._admit_early()
+        self._early.look_below(self.waiting)
 
     def flush(self, adapter_id: str | None = None) -> FlushReport:
         """See :meth:`CacheManager.flush`. Requests that wait begin without what is forgotten."""
         for sequence in self.waiting:
             if adapter_id in (None, sequence.namespace.adapter_id):
-                self._let_go(sequence)
-                sequence.sought_in_host = sequence.sought_on_disk = False
+                self._early.forget(sequence)
         return self.manager.flush(adapter_id)
 
     def retry(self, sequence: Sequence) -> None:
@@ -201,20 +182,10 @@ class Scheduler:
             if sequence.row >= 0:  # a later row may have put it out
                 yield self._chunk(sequence, 1)
 
-    def _will_outgrow(self, sequence: Sequence, pages: SequencePages) -> bool:
-        """The token that is being chosen will be computed, its page is missing, and one is free."""
-        size = len(sequence.ids)
-        return (
-            sequence.num_left == 0
-            and size == pages.capacity_tokens
-            and size + 1 < sequence.max_tokens
-            and self.manager.available_pages > 0
-        )
-
     def _make_room(self, sequence: Sequence, unservable: list[tuple[Sequence, Exception]]) -> bool:
         assert sequence.pages is not None
         while not self.manager.extend(sequence.pages, len(sequence.ids)):
-            if self._drop_prefetched():
+            if self._early.drop_last(self.waiting):
                 continue
             youngest = self.running[-1]
             if len(self.running) == 1 and not self.manager.waits_for_copies:
@@ -258,16 +229,16 @@ class Scheduler:
             if self._crowded and self.running:
                 break
             sequence = self.waiting[0]
-            if self._prefix_is_on_its_way(sequence) or self._is_read(sequence):
+            if self._prefix_is_on_its_way(sequence) or self._early.is_read(sequence):
                 deferred.append(self.waiting.popleft())
                 continue
-            if not self._hold_pages(sequence):
-                if self._drop_prefetched():
+            if not self._early.hold(sequence):
+                if self._early.drop_last(self.waiting):
                     continue
                 if not self.running and not self.manager.waits_for_copies:
                     # Nothing will ever come free: pins hold it.
                     unservable.append((self.waiting.popleft(), _pinned()))
-                    self._let_go(sequence)
+                    self._early.let_go(sequence)
                     continue
                 break
             self.waiting.popleft()
@@ -280,30 +251,30 @@ class Scheduler:
         self.waiting.extendleft(reversed(deferred))
         return admitted
 
-    def _hold_pages(self, sequence: Sequence) -> bool:
-        """Room for all of its tokens so far."""
-        if sequence.pages is not None:
-            return self.manager.extend(sequence.pages, len(sequence.ids))
-        sequence.pages = self._acquire(sequence)
-        return sequence.pages is not None
-
-    def _acquire(self, sequence: Sequence, *, early: bool = False) -> SequencePages | None:
-        """Its pages; ``early``: only those that come from the tiers, if any do."""
-        return self.manager.acquire(
-            sequence.packed_prompt if sequence.num_generated == 0 else sequence.ids,
-            sequence.namespace,
-            num_tokens=1 if early else None,
-            reuse=not sequence.wants_prefill_logprobs,
-            resumed=sequence.num_preemptions + sequence.num_retries > 0,
-            only_arriving=early,
-            from_tiers=sequence.num_retries == 0,
-        )
+    def _admit_early(self) -> None:
+        """Pages for those who will begin in the next step."""
+        if self._crowded:
+            return
+        budget = self._budget - sum(s.num_left for s in self.running if s.num_left > 1)
+        rows = self._max_batch - len(self.running)
+        for sequence in islice(self.waiting, rows):
+            if budget <= 0:
+                return
+            if self._prefix_is_on_its_way(sequence) or self._early.is_read(sequence):
+                continue
+            if sequence.pages is None:
+                wanted = self.manager.pages_for(len(sequence.ids)) + len(self.running)
+                if wanted > self.manager.available_pages or not self._early.hold(sequence):
+                    return
+                self._prefilling.append(sequence)
+            assert sequence.pages is not None
+            budget -= len(sequence.ids) - sequence.pages.num_cached_tokens
 
     def _begin(self, sequence: Sequence) -> None:
         """From the queue into the batch."""
         assert sequence.pages is not None
         self._crowded = False
-        self._close_promotion(sequence)
+        self._early.close_promotion(sequence)
         sequence.row = self._rows.pop()
         sequence.num_computed = sequence.pages.num_cached_tokens
         if sequence.sparse is not None:
@@ -321,7 +292,7 @@ class Scheduler:
                 if sequence.row >= 0:
                     self.retry(sequence)
                 else:
-                    self._let_go(sequence)
+                    self._early.let_go(sequence)
                     sequence.num_retries += 1
 
     def _arriving(self) -> Iterator[Chunk]:
@@ -339,45 +310,10 @@ class Scheduler:
         if not self.manager.has_tiers:
             return
         for sequence in islice(self.waiting, PREFETCH_WINDOW):
-            if sequence.wants_prefill_logprobs or sequence.num_retries or self._is_read(sequence):
+            if sequence.wants_prefill_logprobs or sequence.num_retries or sequence.sought_in_host:
                 continue
-            room = self.manager.available_pages > self.manager.usable_pages // 4
-            if sequence.pages is None and not sequence.sought_in_host and room:
-                sequence.sought_in_host = True
-                if not self._prefix_is_on_its_way(sequence):
-                    sequence.pages = self._acquire(sequence, early=True)
-
-    def _is_read(self, sequence: Sequence) -> bool:
-        """Its prefix is being read from disk, and computing it would not be faster yet."""
-        if not sequence.sought_on_disk:
-            sequence.sought_on_disk = True
-            sequence.promotion = self.manager.promote(sequence.packed_prompt, sequence.namespace)
-        if sequence.waits_for_disk:
-            return True
-        if sequence.promotion is not None and not sequence.promotion.settled:
-            self.manager.gave_up_late()
-            self._close_promotion(sequence)
-        return False
-
-    def _drop_prefetched(self) -> bool:
-        """Take back pages that came early, the last in the queue first. False: there are none."""
-        for sequence in reversed(self.waiting):
-            if sequence.pages is not None:
-                self._let_go(sequence)
-                return True
-        return False
-
-    def _let_go(self, sequence: Sequence) -> None:
-        """It waits, or is gone: it holds nothing any more."""
-        self._close_promotion(sequence)
-        if sequence.pages is not None:
-            self.manager.release(sequence.pages)
-            sequence.pages = None
-
-    def _close_promotion(self, sequence: Sequence) -> None:
-        if sequence.promotion is not None:
-            sequence.promotion.close()
-            sequence.promotion = None
+            if not self._early.is_read(sequence) and not self._prefix_is_on_its_way(sequence):
+                self._early.fetch(sequence)
 
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
         details = sequence.wants_prefill_logprobs
@@ -394,7 +330,7 @@ class Scheduler:
         first_page = sequence.packed_prompt[: page * ID_BYTES]
         soon = max(
             (
-                _common_tokens(sequence, other)
+                sequence.common_prompt_tokens(other)
                 for other in self._prefilling
                 if other.packed_prompt.startswith(first_page)
                 and other.namespace == sequence.namespace
@@ -405,14 +341,6 @@ class Scheduler:
         if not soon:
             return False
         return soon > self.manager.cached_tokens(sequence.packed_prompt, sequence.namespace)
-
-
-def _common_tokens(a: Sequence, b: Sequence) -> int:
-    size = min(len(a.packed_prompt), len(b.packed_prompt))
-    left = np.frombuffer(a.packed_prompt, dtype=np.int64, count=size // ID_BYTES)
-    right = np.frombuffer(b.packed_prompt, dtype=np.int64, count=size // ID_BYTES)
-    different = np.flatnonzero(left != right)
-    return int(different[0]) if different.size else size // ID_BYTES
 
 
 def _pinned() -> OverloadedError:

@@ -6,6 +6,7 @@ import time
 from enum import IntEnum
 
 from bicl.cache.keys import Namespace, PackedIds, pack_ids
+from bicl.cache.radix_nodes import common_tokens
 from bicl.cache.sequence import PageCopy, SequencePages
 from bicl.cache.tiers import Fetch, Promotion
 from bicl.errors import InvalidInputError
@@ -100,6 +101,17 @@ class Sequence:
         return self.num_prompt + self.request.params.max_new_tokens
 
     @property
+    def outgrows_its_pages(self) -> bool:
+        """The token that is being chosen will be computed, and its page is missing."""
+        size = len(self.ids)
+        return (
+            self.num_left == 0
+            and self.pages is not None
+            and size == self.pages.capacity_tokens
+            and size + 1 < self.max_tokens
+        )
+
+    @property
     def pending_copies(self) -> tuple[PageCopy, ...]:
         """Page copies to issue before its next step."""
         return () if self.pages is None else self.pages.pending_copies
@@ -124,6 +136,10 @@ class Sequence:
             and not promotion.settled
             and time.monotonic() < promotion.deadline
         )
+
+    def common_prompt_tokens(self, other: Sequence) -> int:
+        """Leading tokens that both prompts have."""
+        return common_tokens(self.packed_prompt, other.packed_prompt)
 
     def note_cached(self) -> None:
         """Remember what its first admission found."""
