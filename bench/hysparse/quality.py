@@ -64,7 +64,11 @@ log = logging.getLogger(__name__)
 RATIOS = (0.3, 0.5, 0.65, 0.8, 0.9)
 LENGTHS = (1024, 2048, 4096, 8000)
 OWN = HySparseConfig.variant
-INDEX_STUDIES = ("centroids-2", "centroids-4", "centroids-8", "bounds-16", "oracle-token")
+INDEX_STUDIES = (
+    *(f"{OWN}-{how}" for how in ("flat", "2", "4", "8")),
+    "bounds-16",
+    "oracle-token",
+)
 """What ``bench.hysparse.recall`` compares."""
 STUDY = (
     *(f"bench.hysparse.{name}" for name in ("arena", "decoding", "measures", "presses", "tasks")),

@@ -245,11 +245,12 @@ def each(action: Callable[[Contestant], Any], contestants: list[Contestant]) -> 
 
 
 def race(
-    contestants: list[Contestant], batch: int, context: int, rounds: int
+    contestants: list[Contestant], batch: int, context: int, rounds: int, settle: float
 ) -> list[dict[str, Any]]:
     """A shape's rows: prefills side by side, then each contestant's steps alone, in rounds."""
     prompts, rows = prompts_of(batch, context), []
     each(lambda c: c.begin(prompts, rounds), contestants)
+    time.sleep(settle)
 
     def add_row(contestant: Contestant) -> None:
         row = {"op": "step", "heads": "32/8", "shape": f"{batch}x{context}"}
@@ -292,6 +293,9 @@ def main() -> int:
     parser.add_argument("--impls", default=",".join(PROMISED), help=", ".join(IMPLS))
     parser.add_argument("--shapes", default=",".join(f"{b}x{c}" for b, c in SHAPES))
     parser.add_argument("--seconds", type=float, default=3600, help="begin nothing after this")
+    parser.add_argument(
+        "--settle", type=float, default=0, help="seconds in which a host cache takes new pages"
+    )
     options = parser.parse_args()
     began = time.monotonic()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
@@ -307,7 +311,7 @@ def main() -> int:
         if time.monotonic() - began > options.seconds:
             print(f"{batch}x{context} left out: no time", flush=True)
             return
-        rows.extend(race(contestants, batch, context, rounds))
+        rows.extend(race(contestants, batch, context, rounds, options.settle))
         print(f"{batch}x{context} done after {time.monotonic() - began:.1f} s", flush=True)
         if options.out:
             save(options.out, describe(what), rows)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 DEFAULT = Path("bench/results/tgi-h200.json")
 KERNELS = Path("bench/results/kernels-h200.json")
+HOST_CACHE_STEPS = Path("bench/results/tgi-host-cache-h200.json")
+SOAKS = (Path("bench/results/tgi-soak-h200.json"), Path("bench/results/tgi-soak-h200-x2.json"))
 LAYERS, HEADS = 32, "32/8"  # of the model whose steps are timed
 OURS, HALF, STOCK, CORES = "bicl", "bicl-fp8", "flashinfer-p1", "flashinfer-p1-tc"
-TOKEN_MAJOR = "token-major"
+TOKEN_MAJOR, HOST_CACHE = "token-major", "bicl-host-cache"
 GAINS = {"32x4096": 1.3, "8x16384": 1.3, "32x16384": 1.4}  # over TGI's default; else GAIN
 GAIN, GAIN_OVER_CORES = 1.2, 1.07
 GAIN_OF_FP8 = {"32x4096": 1.15}
@@ -117,6 +119,61 @@ def split_table(steps: Steps, attention: Steps) -> str:
     return "\n".join(lines)
 
 
+def host_cache_table(steps: Steps) -> str:
+    """What a host cache costs a decode step, ms; two shards in turns."""
+    lines = ["| batch x context | without | with a host cache | is |", "|---|---:|---:|---:|"]
+    for shape, step in steps.items():
+        without, beside = step[OURS]["us"] / 1000, step[HOST_CACHE]["us"] / 1000
+        lines.append(f"| {shape} | {without:.2f} | {beside:.2f} | {beside / without:.3f}x |")
+    return "\n".join(lines)
+
+
+def soak_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """What long mixed traffic found, a column for each shard: ``python -m bench.tgi.soak``."""
+    columns = [_soak_column(row) for row in rows]
+    lines = ["| " + " | ".join(cells) + " |" for cells in zip(SOAK, *columns, strict=True)]
+    return "\n".join([lines[0], "|---" * (len(columns) + 1) + "|", *lines[1:]])
+
+
+SOAK = (
+    "",
+    "requests, of which cancelled",
+    "tokens in shared prefixes; prompts in chunks",
+    "pages, and times that one was handed out",
+    "attention rows compared, of them out of CUDA graphs",
+    "relative difference from float32: mean, worst",
+    "PyTorch's operations in bf16 on the same keys: mean, worst",
+    "run again alone: equal; parted at a near tie",
+)
+
+
+def _soak_column(row: Mapping[str, Any]) -> list[str]:
+    ranks = row["differences"]
+    compared = [sum(rank[name] for rank in ranks) for name in ("rows", "graph_rows")]
+    errors = [
+        (max(rank[f"{whose}mean"] for rank in ranks), max(rank[f"{whose}worst"] for rank in ranks))
+        for whose in ("", "torch_")
+    ]
+    cards = "one H200" if row["tensor_parallel"] == 1 else "two H200, tensor parallel"
+    chunks = "TGI does not chunk then" if row["speculate"] else f"{row['chunked']:,}"
+    ties = f"{row['near_ties']}, at most {row['widest_tie']:.3f}"
+    return [
+        f"{cards}, drafts (`--speculate {row['speculate']}`)" if row["speculate"] else cards,
+        f"{row['requests']:,}, {row['cancelled']:,}",
+        f"{row['hit_tokens']:,}; {chunks}",
+        f"{row['pages']:,}, {row['page_lives']:,}",
+        f"{compared[0]:,}, {compared[1]:,}",
+        *(f"{mean:.4f}, {worst:.4f}" for mean, worst in errors),
+        f"{row['compared'] - row['near_ties']}; {ties}",
+    ]
+
+
+def soak_rows(*paths: Path) -> list[Mapping[str, Any]]:
+    """Of the result files, without drafts first."""
+    rows = [row for path in paths for row in json.loads(path.read_text())["rows"]]
+    return sorted(rows, key=lambda row: (row["tensor_parallel"], row["speculate"]))
+
+
 def verdicts(steps: Steps) -> Iterator[tuple[str, float | None, float]]:
     """What was promised, what was measured (None: not), and the least that meets it."""
     for shape, step in steps.items():
@@ -129,7 +186,9 @@ def verdicts(steps: Steps) -> Iterator[tuple[str, float | None, float]]:
 def main() -> int:
     steps = load(Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT)
     split = split_table(steps, attention_rows(KERNELS))
-    print(step_table(steps), parts_table(steps), split, sep="\n\n")
+    soak = soak_table(soak_rows(*SOAKS))
+    beside = host_cache_table(load(HOST_CACHE_STEPS))
+    print(step_table(steps), parts_table(steps), split, beside, soak, sep="\n\n")
     missed = 0
     print()
     for what, value, least in verdicts({shape: {} for shape in PROMISED} | dict(steps)):

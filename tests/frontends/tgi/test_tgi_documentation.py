@@ -11,10 +11,15 @@ import pytest
 
 from bench.tgi.summary import (
     DEFAULT,
+    HOST_CACHE_STEPS,
     KERNELS,
+    SOAKS,
     attention_rows,
+    host_cache_table,
     load,
     parts_table,
+    soak_rows,
+    soak_table,
     split_table,
     step_table,
 )
@@ -67,7 +72,9 @@ def test_tables_are_those_of_the_result_files() -> None:
     """Of the last run, not of one before: ``python -m bench.tgi.summary`` prints them."""
     steps = load(ROOT / DEFAULT)
     split = split_table(steps, attention_rows(ROOT / KERNELS))
-    for table in (step_table(steps), parts_table(steps), split):
+    beside = host_cache_table(load(ROOT / HOST_CACHE_STEPS))
+    soak = soak_table(soak_rows(*(ROOT / path for path in SOAKS)))
+    for table in (step_table(steps), parts_table(steps), split, beside, soak):
         assert table in PAGE
 
 
