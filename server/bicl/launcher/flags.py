@@ -81,6 +81,14 @@ OUR_FLAGS = (
     ),
 )
 _BY_NAME = {flag.name: flag for flag in OUR_FLAGS}
+VARIABLES = {
+    "BICL_DISABLE=1": "Start text-generation-inference as it is, without BICL.",
+    "BICL_METRICS_PORT=<PORT>": "Shard r serves its counters at PORT + r, /metrics.",
+    "BICL_VERIFY_PREFIXES=0": "Trust the router's claims of cached prefixes.",
+    "BICL_DEBUG_POISON=1": "Fill new pages with NaN, so that a read of an unwritten slot shows.",
+    "BICL_SITE_PACKAGES=<FOLDER>": "Where the installed overlay is looked for.",
+}
+"""What no flag says."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +184,7 @@ def describe_flags() -> str:
         values = f" <{flag.metavar or '|'.join(flag.choices)}>" if flag.takes_value else ""
         env = f" [env: {flag.env}]" if flag.env else ""
         lines += [f"      {flag.name}{values}", f"          {flag.help}{env}", ""]
-    lines.append(
-        "      BICL_DISABLE=1 in the environment starts text-generation-inference as it is."
-    )
-    return "\n".join(lines)
+    lines += ["Only in the environment:", ""]
+    for variable, text in VARIABLES.items():
+        lines += [f"      {variable}", f"          {text}", ""]
+    return "\n".join(lines).rstrip()

@@ -103,6 +103,8 @@ def read_chat_template(model_id: str, revision: str | None, cache: str | None) -
 def _file(model_id: str, name: str, revision: str | None, cache: str | None) -> Path:
     if Path(model_id).is_dir():
         return Path(model_id) / name
+    if model_id.startswith(("/", ".")):
+        raise FileNotFoundError(f"there is no folder {model_id}")
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(model_id, name, revision=revision, cache_dir=cache))

@@ -188,6 +188,11 @@ def test_unreadable_config_is_left_to_the_shard(image: Image) -> None:
     assert "config.json of nobody/nothing could not be read" in err
 
 
+def test_a_folder_that_is_not_there_is_not_taken_for_a_hub_model(image: Image) -> None:
+    _, _, err = image.run("--model-id", "/data/typo", HF_HUB_OFFLINE="1")
+    assert "could not be read (there is no folder /data/typo)" in err
+
+
 def test_launcher_under_its_old_name_is_found(image: Image) -> None:
     old = image.bin / "text-generation-launcher"
     (image.bin / "text-generation-launcher-upstream").rename(old)

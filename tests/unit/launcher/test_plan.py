@@ -253,6 +253,8 @@ def test_help_names_what_can_be_used_and_nothing_else() -> None:
     text = describe_flags()
     assert "--block-size <32|64|auto>" in text
     assert "--hysparse-sparsity-ratio <FLOAT>" in text
+    for variable in ("BICL_DISABLE=1", "BICL_METRICS_PORT=<PORT>", "BICL_VERIFY_PREFIXES=0"):
+        assert variable in text
 
 
 @pytest.mark.parametrize(
