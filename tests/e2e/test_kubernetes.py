@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import re
 import shutil
 import subprocess
 import tarfile
@@ -104,6 +105,14 @@ def test_probes_never_kill_a_busy_pod_and_shared_memory_is_mounted(name: str) ->
     assert shm["emptyDir"]["medium"] == "Memory"
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["spec"]["terminationGracePeriodSeconds"] > pause
+
+
+def test_docs_way_back_to_stock_sets_the_switch(helm: str) -> None:
+    (setting,) = re.findall(r"--set-string (\S+)", (ROOT / "docs" / "tgi.md").read_text())
+    command = [helm, "template", "bicl", str(CHART), "--set-string", setting]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (container,) = by_kind(text)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert {"name": "BICL_DISABLE", "value": "1"} in container["env"]
 
 
 def test_every_shards_counters_can_be_scraped_from_where_prometheus_runs(helm: str) -> None:
