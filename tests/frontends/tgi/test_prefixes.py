@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bicl.cache.tiers import HostMover, PageTiers
+from bicl.errors import ConfigError
 from bicl.frontends.tgi import prefixes
 from bicl.frontends.tgi.config import OverlayConfig
 from bicl.frontends.tgi.tiers import ShardTiers
@@ -315,3 +316,15 @@ def test_rejected_claims_are_served_to_prometheus(
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
     assert 'bicl_prefix_rejected_claims_total{rank="1"} 1.0' in text
     assert 'bicl_prefix_claimed_tokens_total{rank="1"} 128.0' in text
+
+
+def test_a_metrics_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        settings = OverlayConfig(metrics_port=port - 1)
+        monkeypatch.setattr(prefixes, "overlay_config", lambda: settings)
+        monkeypatch.setenv("RANK", "1")
+        with pytest.raises(ConfigError, match=f"port {port} for shard 1 cannot be opened"):
+            prefixes.serve_metrics()

@@ -41,7 +41,11 @@ def shard_tiers() -> ShardTiers | None:
 
 
 def serve_metrics() -> None:
-    """Publish the counters, if a port was given: rank r on port + r."""
+    """Publish the counters, if a port was given: rank r on port + r.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
     port, rank = overlay_config().metrics_port, int(os.environ.get("RANK", "0"))
     if not port:
         return
@@ -51,7 +55,13 @@ def serve_metrics() -> None:
         tiers = shard_tiers()
         return None if tiers is None else tiers.stats()
 
-    serve_counters(port + rank, _read, {"rank": str(rank)}, read_tiers)
+    try:
+        serve_counters(port + rank, _read, {"rank": str(rank)}, read_tiers)
+    except OSError as error:
+        raise ConfigError(
+            f"BICL_METRICS_PORT={port}: port {port + rank} for shard {rank} cannot be opened "
+            f"({error.strerror}); choose another, or 0 for none"
+        ) from error
 
 
 def _read() -> dict[str, tuple[str, float]]:

@@ -90,11 +90,11 @@ def _check_models(module: Any, *, release: Release) -> None:
         _keep_bounds(model, release)
         try:
             _check_model(model, release)
+            prefixes.serve_metrics()
         except ConfigError as error:
             from bicl.frontends.tgi.hook import end_process
 
             end_process(str(error))
-        prefixes.serve_metrics()
         logger.info(
             "bicl: cache in place, text-generation-inference %s, pages of %d tokens",
             release.name,
