@@ -10,6 +10,7 @@ Parts: :mod:`bench.serving.reordering`, :mod:`bench.serving.host_hits`,
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from bench.serving.random_model import SHAPES, random_llama
 from bench.serving.steps import StepShape
 from bench.traces import replay
 from bicl.frontends.http.engine import Engine, EngineConfig
+from bicl.frontends.http.engine import engine as engine_module
 from bicl.frontends.http.loader import LoadedModel
 
 RESULT = Path("bench/results/reuse-h200.json")
@@ -33,11 +35,14 @@ Row = dict[str, Any]
 
 @contextmanager
 def running(loaded: LoadedModel, **options: Any) -> Iterator[Engine]:
+    gc.collect()  # what an engine before this one left
     engine = Engine(loaded, EngineConfig(max_waiting=100_000, **options)).start()
+    gc.freeze()  # as the server does once it has started
     try:
         yield engine
     finally:
         engine.stop()
+        gc.unfreeze()
         if loaded.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -67,6 +72,7 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterato
 
 def misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
     """Without an index; with one; and as on a GPU by default, with the host tier below it."""
+    engine_module.IDLE_SECONDS = 3600.0  # engines check their books in pauses: another one's turn
     variants: dict[str, dict[str, Any]] = {
         "off": {"prefix_caching": False},
         "index": {},
@@ -115,17 +121,15 @@ def sharing_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[R
 
 
 def replay_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
-    """A trace, scaled to the machine, with a model whose pages a disk can follow."""
+    """A trace, scaled to the machine."""
     if not options.traces:
         raise SystemExit("the part 'replay' needs --traces with files in Mooncake's format")
-    shape = "1b" if options.shape == "8b" else options.shape
     sizes = "--pool 16384 --host 32768 --disk 131072 --block-tokens 64 --max-tokens 4000"
     counts = f"--requests 100 --clients 4 --chunk 4096 --rounds {max(1, options.rounds // 3)}"
     own = replay.parse([*options.traces.split(","), *sizes.split(), *counts.split()])
-    model = random_llama(shape, options.device, loaded.dtype)
     for path in own.traces:
-        for row in replay.compare(model, path, own):
-            yield {**row, "shape": f"{shape}, {path.stem}"}
+        for row in replay.compare(loaded, path, own):
+            yield {**row, "shape": f"{options.shape}, {path.stem}"}
 
 
 PARTS: dict[str, Callable[[LoadedModel, argparse.Namespace], Iterator[Row]]] = {

@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.serving.load import finish, random_prompt, submit
 from bench.serving.paired import median_of, orders
-from bicl.frontends.http.engine import Engine, EngineStats
+from bicl.frontends.http.engine import Engine, Outcome, StepKind, StepRecord
 
 __all__ = ["in_flight_row", "no_hit_rows", "three_turns_row"]
 
@@ -28,15 +28,15 @@ def no_hit_rows(
     """Rows for all engines but ``off``, the one without an index. They take turns; a ratio is taken
     within each round."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    begun: dict[str, EngineStats] = {}
+    watches = {name: _Steps() for name in engines}
     for number, order in zip(range(rounds + 1), orders(list(engines)), strict=False):
         for name in order:
             took = _serve_strangers(engines[name], number, requests, prompt, reply)
             if number:  # the first round fills pools and caches
                 seconds[name].append(took)
             else:
-                begun[name] = engines[name].snapshot()
-    steps = {name: _ms_per_step(begun[name], engines[name].snapshot()) for name in engines}
+                engines[name]._observer = watches[name]
+    steps = {name: watch.medians() for name, watch in watches.items()}
     tokens = requests * (prompt + reply)
     rows = []
     for name in engines:
@@ -64,17 +64,24 @@ def no_hit_rows(
     return rows
 
 
-def _ms_per_step(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """Means, by kind of step."""
+class _Steps:
+    """How long steps took, as told to an engine's observer."""
 
-    def mean(kind: str) -> float:
-        seconds, count = (
-            getattr(after, f"{kind}_{what}") - getattr(before, f"{kind}_{what}")
-            for what in ("time", "steps")
-        )
-        return round(1e3 * seconds / count, 3)
+    def __init__(self) -> None:
+        self._ms: dict[StepKind, list[float]] = {kind: [] for kind in StepKind}
 
-    return {kind: mean(kind) for kind in ("prefill", "decode")}
+    def on_step(self, record: StepRecord) -> None:
+        self._ms[record.kind].append(1e3 * record.total_time)
+
+    def on_admitted(self, queue_seconds: float, batch_size: int) -> None:
+        pass
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        pass
+
+    def medians(self) -> dict[str, float]:
+        """Milliseconds by kind of step."""
+        return {kind.value: round(statistics.median(ms), 3) for kind, ms in self._ms.items()}
 
 
 def _serve_strangers(engine: Engine, seed: int, requests: int, prompt: int, reply: int) -> float:

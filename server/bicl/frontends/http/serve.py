@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import socket
@@ -98,6 +99,9 @@ def _serve_on(listener: socket.socket, config: ServerConfig) -> None:
     try:
         with _timed("warming up"):
             engine.start()
+        # A full collection would walk the model and all libraries, in the middle of a step.
+        gc.collect()
+        gc.freeze()
         facts = _facts(config, loaded, engine, engine_config)
         facts = replace(facts, fallbacks=fallbacks + loaded.notes + _kernel_fallbacks())
         state = assemble(config, engine, loaded.tokenizer, facts, metrics)

@@ -13,6 +13,7 @@ from typing import Any
 from bicl.errors import ConfigError
 from bicl.frontends.http.chaos.faults import Gate, files_of, replaced, slowed, spoil, torn
 from bicl.frontends.http.chaos.rig import PAGE_SIZE, PATIENCE_SECONDS, Lab, Rig, require
+from bicl.frontends.http.chaos.victim import LEAST_WRITE_SECONDS
 from bicl.frontends.http.chaos.victim import prompts as prompts_of_the_victim
 
 DISK_BYTES = 64 << 20
@@ -206,15 +207,16 @@ def kill_during_write_back(lab: Lab) -> Mapping[str, float]:
     """SIGKILL while pages are written to disk; the next server finds only sound ones."""
     torn_files, from_disk = 0, 0
     for number in range(KILLS):
+        arguments = (str(lab.folder), lab.loaded.device.type, str(1 + 3 * number))
         victim = subprocess.Popen(
-            [sys.executable, "-c", VICTIM, str(lab.folder), lab.loaded.device.type],
+            [sys.executable, "-c", VICTIM, *arguments],
             stdout=subprocess.PIPE,
             text=True,
         )
         try:
             assert victim.stdout is not None
             require(victim.stdout.readline(), "the victim did not start")
-            time.sleep(0.15 * number + lab.rng.uniform(0.0, 0.1))
+            time.sleep(lab.rng.uniform(0.0, LEAST_WRITE_SECONDS))
         finally:
             victim.send_signal(signal.SIGKILL)
             victim.wait(PATIENCE_SECONDS)
