@@ -69,7 +69,7 @@ USER 10001:10001
 VOLUME /data
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
-  CMD ["python3", "-c", "import os,urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health', timeout=4)"]
+  CMD ["python3", "-m", "bicl.healthcheck"]
 ENTRYPOINT ["bicl", "serve"]
 CMD ["--model-id", "bundled"]
 
@@ -100,4 +100,4 @@ RUN uv pip install --no-cache --no-deps /tmp/bicl/*.whl \
  && /tmp/bom/bin/cyclonedx-py environment -o /opt/bicl/sbom.cdx.json /usr/src/.venv/bin/python \
  && rm -r /tmp/bom
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=6 \
-  CMD curl -fsS "http://127.0.0.1:${PORT:-80}/health" || exit 1
+  CMD ["/usr/src/.venv/bin/python", "-m", "bicl.healthcheck"]

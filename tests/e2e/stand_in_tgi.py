@@ -25,7 +25,7 @@ RUN mv /opt/bicl /usr/src/.venv \
  && mv /usr/src/.venv/bin/uv /bin/uv
 COPY text_generation_server /usr/src/server/text_generation_server
 RUN echo /usr/src/server > $(echo /usr/src/.venv/lib/python3*/site-packages)/tgi.pth
-COPY --chmod=755 text-generation-launcher curl /usr/local/bin/
+COPY --chmod=755 text-generation-launcher /usr/local/bin/
 COPY --chmod=755 tgi-entrypoint.sh /tgi-entrypoint.sh
 ENV VIRTUAL_ENV=/usr/src/.venv/ PATH=/usr/local/bin:/usr/bin:/bin:/usr/src/.venv/bin/ PORT=80 \
     SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
@@ -43,7 +43,6 @@ if "--stay" in sys.argv:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     time.sleep(120)
 """
-CURL = "#!/bin/sh\nexit 0\n"
 ENTRY = "#!/bin/sh\nexec text-generation-launcher $@\n"
 
 
@@ -53,7 +52,6 @@ def build_official(client: str, folder: Path) -> str:
     for name, text in (
         ("Dockerfile", DOCKERFILE),
         ("text-generation-launcher", LAUNCHER),
-        ("curl", CURL),
         ("tgi-entrypoint.sh", ENTRY),
     ):
         (folder / name).write_text(text)

@@ -156,6 +156,20 @@ def test_dockerfile_has_both_targets_a_health_check_and_an_unprivileged_user() -
         assert stage in text
 
 
+def test_health_is_asked_where_the_flag_says(client: str, image: str) -> None:
+    name = "bicl-test-health"
+    try:
+        run(client, "run", "-d", "--name", name, image, "--model-id", "bundled", "--port", "9000")
+        for _ in range(90):
+            told = run(client, "inspect", "-f", "{{.State.Health.Status}}", name).strip()
+            if told == "healthy":
+                break
+            time.sleep(1)
+        assert told == "healthy"
+    finally:
+        succeeds(client, "rm", "-f", name)
+
+
 def test_image_and_chart_are_of_this_release() -> None:
     assert f"ARG VERSION={bicl.__version__}\n" in (ROOT / "Dockerfile").read_text()
     chart = yaml.safe_load((ROOT / "deploy/helm/bicl/Chart.yaml").read_text())

@@ -185,7 +185,9 @@ def test_labels_health_check_and_parts_list(client: str, image: str) -> None:
     assert config["Labels"]["org.opencontainers.image.version"] == bicl.__version__
     assert config["Labels"]["org.opencontainers.image.revision"] == ""
     assert config["Labels"]["org.opencontainers.image.base.name"] == "bicl-test-tgi:official"
-    assert "/health" in config["Healthcheck"]["Test"][-1]
+    assert config["Healthcheck"]["Test"] == ["CMD", PYTHON, "-m", "bicl.healthcheck"]
+    unwell = in_image(client, image, PYTHON, "-m", "bicl.healthcheck")
+    assert (unwell.returncode, unwell.stderr[:27]) == (1, "http://127.0.0.1:80/health:")
     assert config["Entrypoint"] == ["/tgi-entrypoint.sh"], "TGI's own"
     bom = json.loads(in_image(client, image, "cat", "/opt/bicl/sbom.cdx.json").stdout)
     assert {"bicl", "apache-tvm-ffi", "xxhash"} <= {part["name"] for part in bom["components"]}
