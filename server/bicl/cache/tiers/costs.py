@@ -18,6 +18,7 @@ class TransferCosts:
         host_bytes_per_second: host to pool, in pages.
         disk_bytes_per_second: disk to host, all readers together, with the verification; follows
             what is seen.
+        cached_bytes_per_second: the same of files that the kernel still has in memory.
         prefill_tokens_per_second: of the model alone, in chunks as the server makes them.
         overhead_seconds: of a fetch, however small.
     """
@@ -26,6 +27,7 @@ class TransferCosts:
     page_tokens: int
     host_bytes_per_second: float = 0.0
     disk_bytes_per_second: float = 0.0
+    cached_bytes_per_second: float = 0.0
     prefill_tokens_per_second: float = 0.0
     overhead_seconds: float = 0.0
 
@@ -37,9 +39,16 @@ class TransferCosts:
         """
         return self._pays(num_pages, self.host_bytes_per_second, queued_pages)
 
-    def promotion_pays(self, num_pages: int, *, queued_pages: int = 0) -> bool:
-        """The same for pages on disk, which then still have to come from the host."""
-        return self._pays(num_pages, self.disk_bytes_per_second, queued_pages)
+    def promotion_pays(
+        self, num_pages: int, *, queued_pages: int = 0, in_memory: bool = False
+    ) -> bool:
+        """The same for pages on disk, which then still have to come from the host.
+
+        Args:
+            in_memory: the kernel has their files in memory.
+        """
+        rate = self.cached_bytes_per_second if in_memory else self.disk_bytes_per_second
+        return self._pays(num_pages, rate, queued_pages)
 
     def patience_seconds(self, num_pages: int) -> float:
         """How long a request may wait for pages from disk before it computes them."""
@@ -47,13 +56,15 @@ class TransferCosts:
             return 10.0
         return 0.05 + num_pages * self.page_tokens / self.prefill_tokens_per_second
 
-    def saw_disk(self, num_bytes: int, seconds: float) -> None:
+    def saw_disk(self, num_bytes: int, seconds: float, *, in_memory: bool = False) -> None:
         """Reads from disk at the same time took so long."""
         if seconds <= 0:
             return
-        rate = num_bytes / seconds
-        known = self.disk_bytes_per_second or rate
-        self.disk_bytes_per_second = known + _SMOOTHING * (rate - known)
+        rate, name = num_bytes / seconds, "disk_bytes_per_second"
+        if in_memory:
+            name = "cached_bytes_per_second"
+        known = getattr(self, name) or rate
+        setattr(self, name, known + _SMOOTHING * (rate - known))
 
     def _pays(self, num_pages: int, rate: float, queued_pages: int) -> bool:
         if not rate or not self.prefill_tokens_per_second:

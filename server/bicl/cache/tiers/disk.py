@@ -25,6 +25,7 @@ from bicl.cache.policy import DEFAULT_POLICY, make_policy
 from bicl.cache.tiers.files import (
     delete_folders,
     files_below,
+    in_memory,
     locked,
     read_file,
     size_below,
@@ -193,6 +194,13 @@ class DiskStore:
         if reason is not None:
             self.discard(key)
             raise DiskReadError(reason)
+
+    def in_memory(self, keys: Sequence[bytes]) -> bool:
+        """Whether the kernel has the files of these pages in memory, as far as their ends tell."""
+        with self._mutex:
+            blocks = [self._index.get(key) for key in keys]
+        ends = (0, self.file_bytes - 1)
+        return all(block and in_memory(self._path(block), ends) for block in blocks)
 
     def write_probe(self, page: memoryview) -> Path:
         """A file like a page's that is on the disk and, where that is possible, no longer in the

@@ -93,6 +93,15 @@ class DiskPipe:
                 page += 1
         return page - first if on_disk else 0
 
+    def in_memory(self, chain: PageChain, first: int, last: int) -> bool:
+        """Whether the kernel has the files of the pages ``first .. last`` that host memory lacks in
+        its own, by the first, a middle and the last of them: nothing is waited for, but each look
+        takes some microseconds."""
+        keys = [chain.key(page) for page in range(first, last)]
+        with self._changed:
+            away = [key for key in keys if self._host.get(key) is None]
+        return bool(away) and self._store.in_memory([away[0], away[len(away) // 2], away[-1]])
+
     def promote(
         self,
         chain: PageChain,
@@ -101,31 +110,40 @@ class DiskPipe:
         deadline: float,
         release: Callable[[list[Block]], None],
         note: Callable[[], None],
+        *,
+        in_memory: bool = False,
     ) -> Promotion:
         """Read the chain's pages ``first .. last`` into host memory."""
         self._store.touch([chain.key(page) for page in range(first, last)])
-        promotion = Promotion(last - first, deadline, self._changed, release)
+        promotion = Promotion(last - first, deadline, self._changed, release, in_memory)
         self._submit(promotion, chain, first, note)
         return promotion
 
     def leave(
-        self, chain: PageChain, first: int, last: int, release: Callable[[list[Block]], None]
+        self,
+        chain: PageChain,
+        first: int,
+        last: int,
+        release: Callable[[list[Block]], None],
+        *,
+        in_memory: bool = False,
     ) -> None:
         """The chain's pages ``first .. last`` were asked for, and are computed because the disk is
         slow. Idle readers read the first of them now and then all the same: for nobody, but the
-        disk's rate would stay what it was once, and what was written lately comes from the kernel's
-        memory."""
+        disk's rate would stay what it was once."""
         self._store.touch([chain.key(page) for page in range(first, last)])
         now = time.monotonic()
         if self.num_queued or now < self._next_sample:
             return
         self._next_sample = now + SAMPLE_SECONDS
-        sample = Promotion(min(READERS, last - first), now, self._changed, release)
+        count = min(READERS, last - first)
+        sample = Promotion(count, now, self._changed, release, in_memory)
         self._submit(sample, chain, first, sample.close)
 
     def measure(self) -> None:
-        """Find out how fast pages come when all readers read, from files that are deleted again.
-        What the disk refuses is logged, and its speed stays unknown."""
+        """Find out how fast pages come when all readers read, from the disk and from the kernel's
+        memory; the files are deleted again. What the disk refuses is logged, and its speed stays
+        unknown."""
         slots: list[int] = []
         with self._changed:
             count = max(1, min(MEASURED_BYTES // self._costs.page_bytes, self._host.num_free))
@@ -135,10 +153,8 @@ class DiskPipe:
         files: list[Path] = []
         try:
             files += map(self._store.write_probe, pages)
-            began = time.perf_counter()
-            list(self._readers.map(self._store.read_probe, files, pages))
-            num_bytes = len(files) * self._costs.page_bytes
-            self._costs.disk_bytes_per_second = num_bytes / (time.perf_counter() - began)
+            self._costs.disk_bytes_per_second = self._time_probes(files, pages)
+            self._costs.cached_bytes_per_second = self._time_probes(files, pages)
         except OSError as error:
             log.warning("the disk tier could not be measured: %s", error)
         finally:
@@ -197,6 +213,12 @@ class DiskPipe:
             wanted = Block(chain.key(page), chain.key(page - 1), chain.ids(page), chain.group, -1)
             self._readers.submit(self._read, promotion, wanted, epoch, note)
 
+    def _time_probes(self, files: list[Path], pages: list[memoryview]) -> float:
+        """Bytes a second."""
+        began = time.perf_counter()
+        list(self._readers.map(self._store.read_probe, files, pages))
+        return len(files) * self._costs.page_bytes / (time.perf_counter() - began)
+
     def _read(
         self, promotion: Promotion, wanted: Block, epoch: int, note: Callable[[], None]
     ) -> None:
@@ -240,7 +262,8 @@ class DiskPipe:
         except DiskReadError as error:
             reason = error.reason
         num_bytes = at_once * self._costs.page_bytes
-        self._costs.saw_disk(num_bytes, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._costs.saw_disk(num_bytes, seconds, in_memory=promotion.in_memory)
         with self._changed:
             if reason is not None:
                 self._stats.failures[reason] += 1

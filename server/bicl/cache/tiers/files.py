@@ -5,13 +5,21 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 from bicl.errors import ConfigError
 
-__all__ = ["delete_folders", "files_below", "locked", "read_file", "size_below", "write_file"]
+__all__ = [
+    "delete_folders",
+    "files_below",
+    "in_memory",
+    "locked",
+    "read_file",
+    "size_below",
+    "write_file",
+]
 
 
 def locked(path: Path) -> TextIO:
@@ -72,13 +80,32 @@ def read_file(path: Path, header_bytes: int, into: memoryview) -> tuple[bytes, i
     file = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(file).st_size
-        header = os.pread(file, header_bytes, 0)
-        done = 0
-        while done < len(into):
-            count = os.preadv(file, [into[done:]], header_bytes + done)
+        header = bytearray(header_bytes)
+        done, wanted = 0, header_bytes + len(into)
+        while done < wanted:
+            rest = [memoryview(header)[done:], into[max(0, done - header_bytes) :]]
+            count = os.preadv(file, rest, done)
             if count == 0:
-                return header, len(header) + done
+                return bytes(header[:done]), done
             done += count
-        return header, size
+        return bytes(header), size
+    finally:
+        os.close(file)
+
+
+def in_memory(path: Path, offsets: Iterable[int]) -> bool:
+    """Whether the kernel has these bytes of a file in memory. No where it does not tell."""
+    flag = getattr(os, "RWF_NOWAIT", None)
+    if flag is None:
+        return False
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        byte = bytearray(1)
+        return all(os.preadv(file, [byte], offset, flag) == 1 for offset in offsets)
+    except OSError:  # it would have to wait for the disk
+        return False
     finally:
         os.close(file)

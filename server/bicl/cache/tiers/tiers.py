@@ -167,12 +167,16 @@ class PageTiers:
         count = self._disk.num_held(chain, first, last)
         if count == 0:
             return None
-        if not self.costs.promotion_pays(count, queued_pages=self._disk.num_queued):
+        last, queued = first + count, self._disk.num_queued
+        known = self._disk.in_memory(chain, first, last)
+        if not self.costs.promotion_pays(count, queued_pages=queued, in_memory=known):
             self._stats.skipped_fetches += 1
-            self._disk.leave(chain, first, first + count, self._release)
+            self._disk.leave(chain, first, last, self._release, in_memory=known)
             return None
         deadline = time.monotonic() + self.costs.patience_seconds(count)
-        return self._disk.promote(chain, first, first + count, deadline, self._release, self._note)
+        return self._disk.promote(
+            chain, first, last, deadline, self._release, self._note, in_memory=known
+        )
 
     def fetch_pays(self, num_pages: int) -> bool:
         """Whether pages of the host arrive sooner than they are computed. A no is counted."""

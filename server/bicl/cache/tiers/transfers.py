@@ -141,6 +141,7 @@ class Promotion:
     Attributes:
         num_pages: asked for.
         deadline: ``time.monotonic()`` at which computing the tokens would have been as fast.
+        in_memory: the kernel had their files in memory.
         broken: a page did not come, and those behind it are of no use.
     """
 
@@ -150,9 +151,11 @@ class Promotion:
         deadline: float,
         changed: threading.Condition,
         release: Callable[[list[Block]], None],
+        in_memory: bool = False,
     ) -> None:
         self.num_pages = num_pages
         self.deadline = deadline
+        self.in_memory = in_memory
         self._changed = changed
         self._release = release
         self._open = num_pages

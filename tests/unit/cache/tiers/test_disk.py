@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bicl.cache.tiers.disk import HEADER_BYTES, DiskReadError, DiskStore
+from bicl.cache.tiers.files import in_memory
 from bicl.errors import ConfigError
 
 PAGE_BYTES = 3000
@@ -283,3 +284,24 @@ def test_flush_outlives_a_crash_before_its_files_are_deleted(
     store = opened()
     assert len(store) == 0
     assert not list(tmp_path.rglob("*.page"))
+
+
+def test_what_the_kernel_has_in_memory_is_what_it_reads_without_waiting(
+    tmp_path, monkeypatch
+) -> None:
+    path = tmp_path / "page"
+    path.write_bytes(bytes(100))
+    answers: dict[int, int | OSError] = {0: 1, 50: 1, 70: BlockingIOError(), 90: OSError(95, "no")}
+
+    def preadv(file, buffers, offset, flags) -> int:
+        assert flags == os.RWF_NOWAIT
+        answer = answers[offset]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert in_memory(path, (0, 50))
+    assert not in_memory(path, (0, 70))  # on the disk
+    assert not in_memory(path, (90,))  # a file system that does not tell
+    assert not in_memory(tmp_path / "none", (0,))

@@ -97,13 +97,20 @@ def test_disk_is_measured_and_left_as_it_was(rig, tmp_path) -> None:
     before = sorted(tmp_path.rglob("*"))
     one.tiers.measure([6, 7])
     assert one.tiers.costs.disk_bytes_per_second > 0
+    assert one.tiers.costs.cached_bytes_per_second > 0
     assert sorted(tmp_path.rglob("*")) == before
     assert one.fetch(chain(2 * PAGE), [4, 5]) == 2
     assert one.holds([4, 5], saved)
     assert one.tiers.check_integrity()
 
 
-def test_slow_disk_is_left_alone(rig, tmp_path) -> None:
+@pytest.fixture
+def only_on_disk(monkeypatch) -> None:
+    """The kernel has no file in memory."""
+    monkeypatch.setattr("bicl.cache.tiers.disk.in_memory", lambda path, offsets: False)
+
+
+def test_slow_disk_is_left_alone(rig, tmp_path, only_on_disk) -> None:
     """Computing is faster: the request does not wait."""
     one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
     one.save(chain(2 * PAGE), [0, 1])
@@ -124,7 +131,7 @@ def test_slow_disk_is_left_alone(rig, tmp_path) -> None:
     assert one.tiers.num_in_host(chain(2 * PAGE), 0, 2) == 2
 
 
-def test_disk_that_was_slow_is_tried_again(rig, tmp_path) -> None:
+def test_disk_that_was_slow_is_tried_again(rig, tmp_path, only_on_disk) -> None:
     """Pages that are computed instead are read for nobody, not too often, and their rate counts."""
     one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
     one.save(chain(12 * PAGE), list(range(12)))
@@ -146,6 +153,38 @@ def test_disk_that_was_slow_is_tried_again(rig, tmp_path) -> None:
     assert is_left()
     stats = one.tiers.stats()
     assert (stats.skipped_fetches, stats.disk_read_pages) == (2, READERS)
+
+
+@pytest.mark.parametrize("away", [None, 0, 2, 4])
+def test_files_that_the_kernel_has_in_memory_come_from_a_slow_disk(
+    rig, tmp_path, monkeypatch, away: int | None
+) -> None:
+    """Only if all that is looked at are there: the first, a middle one and the last."""
+    one = rig(disk_folder=tmp_path, disk_bytes=MEBI)
+    prompt = chain(5 * PAGE)
+    held = one.save(prompt, list(range(5)))
+    with one.tiers._changed:
+        one.tiers._host.flush(None)
+    asked = []
+
+    def in_memory(path, offsets) -> bool:
+        asked.append(tuple(offsets))
+        return away is None or not path.name.startswith(prompt.key(away).hex())
+
+    monkeypatch.setattr("bicl.cache.tiers.disk.in_memory", in_memory)
+    costs = one.tiers.costs
+    costs.prefill_tokens_per_second = PAGE / 0.5
+    costs.disk_bytes_per_second = PAGE_BYTES / 100.0
+    costs.cached_bytes_per_second = PAGE_BYTES / 0.001
+    promotion = one.tiers.promote(prompt, 0, 5)
+    assert (promotion is None) == (away is not None)
+    assert set(asked) == {(0, one.tiers._disk._store.file_bytes - 1)}
+    if promotion is not None:
+        assert promotion.wait(10)
+        promotion.close()
+        assert costs.disk_bytes_per_second == PAGE_BYTES / 100.0  # nothing came from the disk
+        assert one.fetch(prompt, [8, 9, 10, 11, 12]) == 5
+        assert one.holds([8, 9, 10, 11, 12], held)
 
 
 def test_disk_that_cannot_be_measured_is_tried_all_the_same(rig, tmp_path, monkeypatch) -> None:

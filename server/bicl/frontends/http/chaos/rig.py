@@ -303,7 +303,7 @@ class Rig:
     def _always_fetch(tiers: PageTiers) -> None:
         """A model this small is computed sooner than anything is copied; fetch all the same."""
         tiers.costs.prefill_tokens_per_second = 0.0
-        tiers.costs.disk_bytes_per_second = 0.0
+        tiers.costs.disk_bytes_per_second = tiers.costs.cached_bytes_per_second = 0.0
 
 
 def submit(engine: Engine, prompt: Sequence[int], new_tokens: int, **whose: str) -> RequestStream:

@@ -64,9 +64,10 @@ def measure(tiers: PageTiers, config: EngineConfig, runner: ModelRunner) -> None
     )
     if tiers.has_disk and costs.disk_bytes_per_second:
         log.info(
-            "pages come from disk at %.2f GB/s (%.0f tokens/s)",
+            "pages come from disk at %.2f GB/s (%.0f tokens/s), at %.2f where the kernel has them",
             costs.disk_bytes_per_second / 1e9,
             costs.disk_bytes_per_second / costs.page_bytes * costs.page_tokens,
+            costs.cached_bytes_per_second / 1e9,
         )
 
 
