@@ -20,7 +20,7 @@ inline PageIndex index_of(const TensorView& records, int num_kv_heads, int head_
   index.row_bytes = (head_dim + 31) / 32 * 16;
   for (index.centroids = 2; index.centroids <= 8; index.centroids *= 2) {
     const int rows = num_kv_heads * index.centroids;
-    index.record_bytes = (rows * (index.row_bytes + 5) + 15) / 16 * 16;
+    index.record_bytes = (rows * (index.row_bytes + 6) + 15) / 16 * 16;
     if (records.size(1) == index.record_bytes) return index;
   }
   BICL_CHECK(false) << "records of " << records.size(1) << " bytes do not hold 2, 4 or 8 centroids of " << num_kv_heads

@@ -93,8 +93,8 @@ class KeyClusters {
     __syncthreads();
   }
 
-  // Into the page's record: each mean in 16 steps between its least and its greatest dim. A pick that no key is nearest
-  // to, being equal to an earlier one, stands for itself.
+  // Into the page's record: each mean in 16 steps between its least and its greatest dim, its keys and their spread
+  // around it. A pick that no key is nearest to, being equal to an earlier one, stands for itself.
   __device__ __forceinline__ void put(const PageIndex& index, uint8_t* record, int head, int head_dim) const {
     float* means = reinterpret_cast<float*>(keys_ + pages_.page_size * pitch_);
     for (int dim = threadIdx.x; dim < head_dim; dim += kIndexThreads) {
@@ -118,22 +118,34 @@ class KeyClusters {
     __syncthreads();
     const int rows = pages_.num_kv_heads * index.centroids, own = head * index.centroids;
     uint8_t* affine = record + rows * index.row_bytes;
+    uint8_t* facts = affine + rows * sizeof(__half2);
     for (int c = threadIdx.x / 32; c < index.centroids; c += kIndexThreads / 32) {
-      float low = INFINITY, high = -INFINITY;
+      const float* mean = means + c * pages_.padded_head_dim;
+      const int members = scratch_.members[c];
+      float low = INFINITY, high = -INFINITY, spread = 0.f;
       for (int dim = threadIdx.x % 32; dim < head_dim; dim += 32) {
-        low = fminf(low, means[c * pages_.padded_head_dim + dim]);
-        high = fmaxf(high, means[c * pages_.padded_head_dim + dim]);
+        low = fminf(low, mean[dim]);
+        high = fmaxf(high, mean[dim]);
+      }
+      for (int key = 0; key < pages_.page_size; ++key) {
+        if (scratch_.nearest[key] != c) continue;
+        for (int dim = threadIdx.x % 32; dim < head_dim; dim += 32) {
+          const float off = fmaf(value(key, dim), pages_.k_scale, -mean[dim]);
+          spread = fmaf(off, off, spread);
+        }
       }
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) {
         low = fminf(low, __shfl_xor_sync(~0u, low, step));
         high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+        spread += __shfl_xor_sync(~0u, spread, step);
       }
       const __half2 steps = __floats2half2_rn((high - low) / kSteps, low);
       if (threadIdx.x % 32 == 0) {
         scratch_.affine[c] = __half22float2(steps);
         reinterpret_cast<__half2*>(affine)[own + c] = steps;
-        affine[rows * sizeof(__half2) + own + c] = scratch_.members[c];
+        facts[2 * (own + c)] = members;
+        facts[2 * (own + c) + 1] = from_float<__nv_fp8_e5m2>(spread / (max(members, 1) * head_dim)).__x;
       }
     }
     __syncthreads();

@@ -1,6 +1,6 @@
 // Scores of pages: for each query head the log-sum-exp of its scores of the page's centroids, each counted as often as
-// it stands for a key: what the page would weigh if its keys were their centroids. The index is read once; its bytes are
-// the floor.
+// it stands for a key, and raised by what keys around it add to the mean of an exponential: half the query's squared
+// length times their spread. The index is read once; its bytes are the floor.
 #pragma once
 
 #include "agree.cuh"
@@ -14,7 +14,7 @@ constexpr float kLeast = -1e30f;  // of a page whose centroids stand for nothing
 // Of all but the rows of centroids 2 t and 2 t + 1 of a page, t = lane % 4; the last lanes have none where there are few.
 struct Remainder {
   uint2 affine;     // a and b of each
-  uint32_t counts;  // keys of each, a byte
+  uint32_t facts;   // keys of each, and their spread
 };
 
 template <int kCentroids, Work kWork>
@@ -111,7 +111,7 @@ class Scorer {
     if (record == nullptr || c_.lane % 4 * 2 >= kCentroids) return {};
     const uint8_t* affine = record + rows * c_.p.index.row_bytes;
     return {__ldg(reinterpret_cast<const uint2*>(affine + own * 4)),
-            __ldg(reinterpret_cast<const uint16_t*>(affine + rows * 4 + own))};
+            __ldg(reinterpret_cast<const uint32_t*>(affine + rows * 4 + own * 2))};
   }
 
   // Small reads go ahead of the rows: behind them, memory answers after microseconds.
@@ -145,9 +145,10 @@ class Scorer {
   __device__ __forceinline__ void put_scores(const int (&acc)[kCentroids / 2][4], const Remainder& remainder,
                                              int first_head, int turn) const {
     const int query_head = first_head + c_.lane % 4, place = c_.lane / 4, page = c_.octets.first_page(turn) + place;
-    const float2 query = c_.shared.scales[query_head];
-    const __half2 sizes = __floats2half2_rn(__log2f(static_cast<float>(remainder.counts & 0xff)),
-                                            __log2f(static_cast<float>(remainder.counts >> 8)));
+    const float4 query = c_.shared.scales[query_head];
+    const __half2 sizes = __floats2half2_rn(__log2f(static_cast<float>(remainder.facts & 0xff)),
+                                            __log2f(static_cast<float>(remainder.facts >> 16 & 0xff)));
+    const uint32_t spreads = remainder.facts & 0xff00ff00u;  // an e5m2 is the upper byte of a half
     float values[kCentroids], most = kLeast, sum = 0.f;
 #pragma unroll
     for (int pair = 0; pair < kCentroids / 2; ++pair) {
@@ -155,11 +156,12 @@ class Scorer {
       const float2 first = halves(__shfl_sync(~0u, remainder.affine.x, from));
       const float2 second = halves(__shfl_sync(~0u, remainder.affine.y, from));
       const float2 size = halves(__shfl_sync(~0u, *reinterpret_cast<const uint32_t*>(&sizes), from));
+      const float2 spread = halves(__shfl_sync(~0u, spreads, from));
       const int (&product)[4] = acc[pair];
       values[2 * pair] = fmaf(query.x * first.x, static_cast<float>(kQueryStep * product[0] + product[1]),
-                              fmaf(query.y, first.y, size.x));
+                              fmaf(query.y, first.y, fmaf(query.z, spread.x, size.x)));
       values[2 * pair + 1] = fmaf(query.x * second.x, static_cast<float>(kQueryStep * product[2] + product[3]),
-                                  fmaf(query.y, second.y, size.y));
+                                  fmaf(query.y, second.y, fmaf(query.z, spread.y, size.y)));
       most = fmaxf(most, fmaxf(values[2 * pair], values[2 * pair + 1]));
     }
 #pragma unroll
@@ -188,10 +190,14 @@ class Scorer {
                                      ? to_float(reinterpret_cast<const __nv_bfloat16*>(&raw)[i])
                                      : to_float(reinterpret_cast<const __half*>(&raw)[i]));
       }
-      float most = 0.f;
+      float most = 0.f, squares = 0.f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(values[i]));
+      for (int i = 0; i < 8; ++i) {
+        most = fmaxf(most, fabsf(values[i]));
+        squares = fmaf(values[i], values[i], squares);
+      }
       most = warp_max(most);
+      squares = warp_sum(squares);
       const float step = most / kQueryMost, inverse = most > 0.f ? kQueryMost / most : 0.f;
       uint32_t columns[2][2] = {};
       int sum = 0;
@@ -215,8 +221,10 @@ class Scorer {
         at[0] = make_uint2(columns[0][0], columns[0][1]);
         at[4 * 2] = make_uint2(columns[1][0], columns[1][1]);
       }
-      const float scale = c_.p.scale * kLog2e * step;
-      if (c_.lane == 0) c_.shared.scales[query_head] = make_float2(scale / 16, scale * static_cast<float>(sum));
+      const float bits = c_.p.scale * kLog2e, scale = bits * step;
+      if (c_.lane == 0)
+        c_.shared.scales[query_head] = make_float4(scale / 16, scale * static_cast<float>(sum),
+                                                   bits * c_.p.scale / 2 * squares, 0.f);
     }
   }
 

@@ -42,7 +42,7 @@ struct TilesShared {
   char* ring;       // [warp][stage][kOctet][page_stride], rows of the index
   uint64_t* barriers;  // [warp][kMaxStages]
   uint4* vectors;   // [blocks][steps][2][lane], the queries
-  float2* scales;   // [4 blocks], of the queries' products; sum of their elements
+  float4* scales;   // [4 blocks], of the queries' products; sum of their elements; half their squared length; nothing
   uint4* queries;   // [group][head_dim] as they come
   float4* weights;  // [head_dim]
   float2* stats;    // [group][kStatStride]: greatest score and sum of each warp of the cluster
@@ -62,7 +62,7 @@ struct TilesShared {
     return work == Work::kSelect ? 0 : k.p.head_dim / 4;
   }
   static int bytes(const TilesKernelParams& k, Work work) {
-    int bytes = (vector_count(k, work) + query_count(k, work) + weight_count(k, work)) * 16 + k.blocks * 32;
+    int bytes = (vector_count(k, work) + query_count(k, work) + weight_count(k, work)) * 16 + k.blocks * 64;
     if (work != Work::kSelect) bytes += kWarps * (k.ring_bytes() + kMaxStages * 8);
     if (work != Work::kScore)
       bytes += k.group * (kStatStride * 8 + kWarps * 4 + k.row_stride() * 4) + kMaxWorkers * 8 + k.p.max_pages * 8;
@@ -74,8 +74,8 @@ struct TilesShared {
     vectors = reinterpret_cast<uint4*>(barriers + (work == Work::kSelect ? 0 : kWarps * kMaxStages));
     queries = vectors + vector_count(k, work);
     weights = reinterpret_cast<float4*>(queries + query_count(k, work));
-    scales = reinterpret_cast<float2*>(weights + weight_count(k, work));
-    stats = scales + 4 * k.blocks;
+    scales = reinterpret_cast<float4*>(weights + weight_count(k, work));
+    stats = reinterpret_cast<float2*>(scales + 4 * k.blocks);
     ranges = reinterpret_cast<uint2*>(stats + k.group * kStatStride);
     factors = reinterpret_cast<float*>(ranges + kMaxWorkers);
     scores = factors + k.group * kWarps;

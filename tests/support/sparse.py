@@ -71,7 +71,7 @@ def indexed_step(
 def unpadded(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     """What of the records is written."""
     rows = layout.num_kv_heads * layout.page_size // CENTROID_TOKENS
-    return records[:, : rows * (-(-layout.head_dim // 32) * 16 + 5)]
+    return records[:, : rows * (-(-layout.head_dim // 32) * 16 + 6)]
 
 
 def choose(

@@ -11,7 +11,13 @@ from torch.nn import functional as F
 
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
-from bicl.ops.cpu.sparse import EMPTY, cluster_means, quantise_rows, stored_rows
+from bicl.ops.cpu.sparse import (
+    EMPTY,
+    cluster_means,
+    quantise_rows,
+    quantise_spreads,
+    stored_rows,
+)
 from bicl.sparse.sgm import (
     CENTROID_TOKENS,
     GATE_DIM,
@@ -35,10 +41,11 @@ class LayerIndex:
             uint8 ``[num_pages, n]``, for each head and centroid ``[H, C]``: the dims of the mean of
             a cluster of the page's keys as 4-bit steps (rows of D32 / 2 bytes, D32: D rounded up to
             32; of each word's bytes the low nibbles are four dims, the high ones the next four);
-            then float16 ``[H, C, 2]``, step and least value; then uint8 ``[H, C]``, the keys in it;
-            then nothing up to a multiple of 16. ``bounds``: ``[num_pages, H, 2, D]``, minimum
-            and maximum of each dim over the keys. ``gate``: ``[num_pages, H, 1, R]``, the mean of
-            their gated directions. The latter two are of the model's dtype.
+            then float16 ``[H, C, 2]``, step and least value; then ``[H, C, 2]`` bytes, the keys in
+            it (uint8) and their spread (float8_e5m2); then nothing up to a multiple of 16.
+            ``bounds``: ``[num_pages, H, 2, D]``, minimum and maximum of each dim over the keys.
+            ``gate``: ``[num_pages, H, 1, R]``, the mean of their gated directions. The latter two
+            are of the model's dtype.
         kind: ``centroids``, ``bounds`` or ``gate``.
         dtype: the model's.
         weights: float32 ``[sets, D]``, of the dims of ``centroids`` or of the boxes' centres and
@@ -66,7 +73,7 @@ class LayerIndex:
         """Records of full pages of keys, float32 ``[n, H, page_size, D]``."""
         if self.kind == "centroids":
             rows = cluster_means(keys, keys.shape[2] // CENTROID_TOKENS)
-            return _pack_centroids(*quantise_rows(rows[..., :-1]), rows[..., -1])
+            return _pack_centroids(*quantise_rows(rows[..., :-2]), rows[..., -2], rows[..., -1])
         if self.kind in PAGE_GATES:
             return PAGE_GATES[self.kind].describe(keys).to(self.dtype)
         assert self.key_weight is not None
@@ -146,7 +153,7 @@ def _stored(kind: str, dtype: torch.dtype) -> torch.dtype:
 def _shape(layout: PageLayout, kind: str) -> tuple[int, ...]:
     """Of one page's record."""
     if kind == "centroids":
-        return (_up_to(16, prod(_centroids(layout)) * (_row_bytes(layout.head_dim) + 5)),)
+        return (_up_to(16, prod(_centroids(layout)) * (_row_bytes(layout.head_dim) + 6)),)
     rows_and_dims = (2, layout.head_dim) if kind == "bounds" else (1, GATE_DIM)
     return (layout.num_kv_heads, *rows_and_dims)
 
@@ -165,27 +172,27 @@ def _up_to(multiple: int, size: int) -> int:
 
 
 def _pack_centroids(
-    steps: torch.Tensor, affine: torch.Tensor, log_sizes: torch.Tensor
+    steps: torch.Tensor, affine: torch.Tensor, log_sizes: torch.Tensor, spreads: torch.Tensor
 ) -> torch.Tensor:
     """Records of uint8 ``[n, H, C, D]``, float16 ``[n, H, C, 2]`` and float32 ``[n, H, C]``."""
     padded = F.pad(steps, (0, -steps.shape[-1] % 32))
     words = padded.view(*padded.shape[:-1], -1, 2, 4)
     rows = words[..., 0, :] | words[..., 1, :] << 4
     sizes = log_sizes.exp().round().byte()
-    parts = (rows.flatten(1), affine.flatten(1).view(torch.uint8), sizes.flatten(1))
-    packed = torch.cat(parts, dim=1)
+    facts = torch.stack((sizes, quantise_spreads(spreads).view(torch.uint8)), dim=-1)
+    packed = torch.cat((rows.flatten(1), affine.flatten(1).view(torch.uint8), facts.flatten(1)), 1)
     return F.pad(packed, (0, -packed.shape[1] % 16))
 
 
 def unpack_centroids(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """``centroid_rows``, float32 ``[..., H, C, D + 1]``, of records uint8 ``[..., n]``."""
+    """``centroid_rows``, float32 ``[..., H, C, D + 2]``, of records uint8 ``[..., n]``."""
     count, row_bytes = prod(_centroids(layout)), _row_bytes(layout.head_dim)
     shape = (*records.shape[:-1], *_centroids(layout))
-    rows = records[..., : count * row_bytes]
-    affine = records[..., count * row_bytes : count * (row_bytes + 4)]
-    sizes = records[..., count * (row_bytes + 4) : count * (row_bytes + 5)]
+    parts = [count * row_bytes, count * 4, count * 2]
+    rows, affine, facts = records[..., : sum(parts)].split(parts, dim=-1)
     words = rows.reshape(*shape, -1, 4)
     steps = torch.stack((words & 15, words >> 4), dim=-2).flatten(-3)[..., : layout.head_dim]
     ranges = affine.contiguous().view(torch.float16).reshape(*shape, 2)
+    sizes, spreads = facts.reshape(*shape, 2).unbind(dim=-1)
     logs = torch.where(sizes > 0, sizes.float().log(), EMPTY)
-    return stored_rows(steps, ranges, logs.reshape(shape))
+    return stored_rows(steps, ranges, logs, spreads.contiguous().view(torch.float8_e5m2))

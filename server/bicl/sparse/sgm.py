@@ -104,7 +104,8 @@ class PageGate(nn.Module):
 
 
 class CentroidGate(PageGate):
-    """A page as the centroids of a few clusters of its keys; one weight a dimension."""
+    """A page as the centroids of a few clusters of its keys, and how far the keys lie around them;
+    one weight a dimension."""
 
     kind = "centroids"
     START = (1.0,)

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bicl.ops.cpu.sparse import (
+    centroid_rows,
     cluster_means,
     combine_heads,
+    quantise_spreads,
     select_tiles,
 )
 from bicl.sparse.selection import SelectionRule
@@ -109,8 +111,16 @@ def _centroids_of(
 
 def _rows_of_e4m3(keys: torch.Tensor, count: int) -> torch.Tensor:
     rows = cluster_means(keys, count)
-    means = rows[..., :-1].clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return torch.cat((means, rows[..., -1:]), dim=-1)
+    means = rows[..., :-2].clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+    spreads = quantise_spreads(rows[..., -1:]).float()
+    return torch.cat((means, rows[..., -2:-1], spreads), dim=-1)
+
+
+def _rows_without_spread(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """As if all keys of a cluster were its centroid."""
+    rows = centroid_rows(keys, count)
+    rows[..., -1] = 0.0
+    return rows
 
 
 def _bounds(rows: DecodeRows, choice: Choice) -> torch.Tensor:
@@ -191,6 +201,7 @@ def _oracle_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "centroids": _centroids,
+    "centroids-flat": _centroids_of(8, _rows_without_spread),
     "centroids-2": _centroids_of(32, _rows_of_e4m3),
     "centroids-4": _centroids_of(16, _rows_of_e4m3),
     "centroids-8": _centroids_of(8, _rows_of_e4m3),

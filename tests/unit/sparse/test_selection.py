@@ -193,10 +193,11 @@ def slow_centroids(keys: torch.Tensor, count: int) -> torch.Tensor:
     rows = []
     for cluster in range(count):
         own = points[[t for t, c in enumerate(owner) if c == cluster]]
+        spread = (own - own.mean(0)).square().mean().float().to(torch.float8_e5m2).float()
         mean = own.mean(0).float()
         least, step = mean.min().half().float(), ((mean.max() - mean.min()) / 15).half().float()
         mean = ((mean - least) / step).round().clamp(0, 15) * step + least
-        rows.append(torch.cat((mean, torch.tensor([float(len(own))]).log())))
+        rows.append(torch.cat((mean, torch.tensor([math.log(len(own)), float(spread)]))))
     return torch.stack(rows).float()
 
 
@@ -217,9 +218,22 @@ def test_a_key_unlike_the_others_has_a_centroid_to_itself() -> None:
     keys = torch.randn(1, 1, 64, 32, generator=torch.Generator().manual_seed(0))
     keys[0, 0, 41] *= 6.0
     rows = cluster_means(keys, 4)[0, 0]
-    assert torch.equal(rows[0, :-1], keys[0, 0, 41])
-    assert rows[0, -1] == 0.0
-    assert float(rows[:, -1].exp().sum()) == pytest.approx(64)
+    assert torch.equal(rows[0, :-2], keys[0, 0, 41])
+    assert rows[0, -2:].tolist() == [0.0, 0.0]
+    assert float(rows[:, -2].exp().sum()) == pytest.approx(64)
+
+
+def test_keys_around_a_centroid_weigh_more_than_at_it() -> None:
+    """Of keys that lie around it in all directions alike, as much as they do on average."""
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.randn(1, 1, 4096, 64, generator=generator) * 0.4 + 1.0
+    query = torch.randn(1, 1, 64, generator=generator)
+    rows = centroid_rows(keys, 1).transpose(0, 1)[None]
+    real = float((keys[0, 0] @ query[0, 0]).logsumexp(0))
+    found = float(centroid_scores(query, rows, torch.ones(1, 64), 1.0))
+    rows[..., -1] = 0.0
+    flat = float(centroid_scores(query, rows, torch.ones(1, 64), 1.0))
+    assert abs(found - real) < 1.0 < real - flat
 
 
 def test_a_row_keeps_its_ends_and_is_off_by_half_a_step_at_most() -> None:

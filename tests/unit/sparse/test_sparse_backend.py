@@ -187,11 +187,11 @@ def test_centroids_are_of_the_keys_as_stored(page_size: int, tile: int) -> None:
     own = keys[: page_size * 3].view(3, page_size, 3, 80).transpose(1, 2)
     records = backend.indexes[0].vectors
     rows = 3 * (page_size // 8)
-    assert records.shape[1] == -(-rows * (48 + 5) // 16) * 16
+    assert records.shape[1] == -(-rows * (48 + 6) // 16) * 16
     expected = centroid_rows(own, page_size // 8)
     found = unpack_centroids(records[pages], layout)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    assert not records[pages, rows * 53 :].any()
+    assert not records[pages, rows * 54 :].any()
 
 
 @pytest.mark.parametrize("kind", ["centroids", "bounds"])

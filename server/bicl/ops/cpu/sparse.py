@@ -29,6 +29,7 @@ __all__ = [
     "combine_heads",
     "index_pages",
     "quantise_rows",
+    "quantise_spreads",
     "score_tiles",
     "select_tiles",
     "stored_rows",
@@ -115,9 +116,11 @@ def bound_scores(
 
 
 def centroid_rows(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """What an index keeps of :func:`cluster_means`: the means as they are stored."""
+    """What an index keeps of :func:`cluster_means`: means and spreads as they are stored."""
     rows = cluster_means(keys, count)
-    return stored_rows(*quantise_rows(rows[..., :-1]), rows[..., -1])
+    return stored_rows(
+        *quantise_rows(rows[..., :-2]), rows[..., -2], quantise_spreads(rows[..., -1])
+    )
 
 
 def quantise_rows(means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,14 +140,25 @@ def quantise_rows(means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(step > 0, steps, 0.0).byte(), affine
 
 
-def stored_rows(steps: torch.Tensor, affine: torch.Tensor, log_sizes: torch.Tensor) -> torch.Tensor:
-    """float32 ``[..., D + 1]`` of what :func:`quantise_rows` made and the clusters' sizes."""
+def quantise_spreads(spreads: torch.Tensor) -> torch.Tensor:
+    """As they are stored, float8_e5m2."""
+    dtype = torch.float8_e5m2
+    return spreads.clamp(max=torch.finfo(dtype).max).to(dtype)
+
+
+def stored_rows(
+    steps: torch.Tensor, affine: torch.Tensor, log_sizes: torch.Tensor, spreads: torch.Tensor
+) -> torch.Tensor:
+    """float32 ``[..., D + 2]`` of what :func:`quantise_rows` made, and of the clusters' sizes and
+    spreads."""
     step, least = affine.float().unsqueeze(-2).unbind(dim=-1)
-    return torch.cat((steps.float() * step + least, log_sizes[..., None]), dim=-1)
+    facts = torch.stack((log_sizes, spreads.float()), dim=-1)
+    return torch.cat((steps.float() * step + least, facts), dim=-1)
 
 
 def cluster_means(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """Pages of keys as ``count`` clusters each: their means, and the logarithms of their sizes.
+    """Pages of keys as ``count`` clusters each: their means, the logarithms of their sizes, and
+    their spreads, the mean square of what a dim of a key differs from the mean by.
 
     Clusters grow around keys that lie far apart (farthest first: the key farthest from the page's
     mean, then always the one farthest from those chosen), so that a key unlike all others, which
@@ -156,7 +170,7 @@ def cluster_means(keys: torch.Tensor, count: int) -> torch.Tensor:
         keys: float32 ``[n, H, page_size, D]``, full pages.
 
     Returns:
-        float32 ``[n, H, count, D + 1]``; identical keys leave clusters empty, whose size counts as
+        float32 ``[n, H, count, D + 2]``; identical keys leave clusters empty, whose size counts as
         ``exp(EMPTY)``.
     """
     points = keys.double()
@@ -177,19 +191,22 @@ def cluster_means(keys: torch.Tensor, count: int) -> torch.Tensor:
         size = belongs.sum(dim=-1, keepdim=True)
         mean = (points * belongs[..., None]).sum(dim=2) / size.clamp_min(1.0)
         log_size = torch.where(size > 0, size.clamp_min(1.0).log(), EMPTY)
-        rows.append(torch.cat((torch.where(size > 0, mean, seed), log_size), dim=-1))
+        off = (points - mean[:, :, None]).square().mean(dim=-1, keepdim=True)
+        spread = (off * belongs[..., None]).sum(dim=2) / size.clamp_min(1.0)
+        rows.append(torch.cat((torch.where(size > 0, mean, seed), log_size, spread), dim=-1))
     return torch.stack(rows, dim=2).float()
 
 
 def centroid_scores(
     query: torch.Tensor, vectors: torch.Tensor, weights: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """``log sum_i n_i exp(scale * sum_d a_d q_d c_id)``: what a page's keys would weigh in a
-    softmax if each was the centroid of its cluster.
+    """``log sum_i n_i exp(s_i + |g|^2 v_i / 2)`` with ``s_i = g c_i`` and ``g_d = scale a_d q_d``:
+    what a page's keys would weigh in a softmax if those of a cluster lay around its centroid, in
+    all directions alike, as far as they do on average.
 
     Args:
         query: ``[B, Hq, D]``.
-        vectors: ``[B, H, W, rows, >= D + 1]``: centroids ``c`` and ``log n``, see
+        vectors: ``[B, H, W, rows, D + 2]``: centroids ``c``, ``log n`` and spreads ``v``, see
             :func:`centroid_rows`.
         weights: float32 ``[D]``, ``a``.
 
@@ -201,7 +218,8 @@ def centroid_scores(
     grouped = (query.float() * weights * scale).view(batch, heads, num_q_heads // heads, dims)
     flat = vectors.float().reshape(batch, heads, width * rows, -1)
     scores = torch.einsum("bhgd,bhwd->bhgw", grouped, flat[..., :dims])
-    scores += flat[:, :, None, :, dims]
+    reach = grouped.square().sum(dim=-1, keepdim=True) / 2
+    scores += flat[:, :, None, :, dims] + reach * flat[:, :, None, :, dims + 1]
     return scores.view(batch, num_q_heads, width, rows).logsumexp(dim=-1)
 
 
