@@ -189,7 +189,7 @@ def unpack_centroids(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     count, row_bytes = prod(_centroids(layout)), _row_bytes(layout.head_dim)
     shape = (*records.shape[:-1], *_centroids(layout))
     parts = [count * row_bytes, count * 4, count * 2]
-    rows, affine, facts = records[..., : sum(parts)].split(parts, dim=-1)
+    rows, affine, facts = torch.split(records[..., : sum(parts)], parts, dim=-1)
     words = rows.reshape(*shape, -1, 4)
     steps = torch.stack((words & 15, words >> 4), dim=-2).flatten(-3)[..., : layout.head_dim]
     ranges = affine.contiguous().view(torch.float16).reshape(*shape, 2)
