@@ -65,8 +65,10 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterato
         shapes = [(1, 2048), (1, 4096)]
         yield from reordering.prefill_rows(engine, shapes, rounds=4 * options.rounds)
         if options.device.startswith("cuda"):
-            decode, prefill = StepShape((1,) * 64, (1023,) * 64), StepShape((2048,), (0,))
-            yield from reordering.side_stream_rows(engine, [decode], rounds=8 * options.rounds)
+            shapes = [(8, 4096), (32, 1024), (32, 4096), (64, 1024), (128, 1024)]
+            steps = [StepShape((1,) * batch, (context - 1,) * batch) for batch, context in shapes]
+            yield from reordering.side_stream_rows(engine, steps, rounds=4 * options.rounds)
+            prefill = StepShape((2048,), (0,))
             yield from reordering.side_stream_rows(engine, [prefill], rounds=2 * options.rounds)
 
 

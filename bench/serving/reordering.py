@@ -32,6 +32,7 @@ from bench.serving.steps import (
     Exposed,
     Run,
     StepShape,
+    as_it_is,
     exposed,
     step_pair,
     store_on_side_stream,
@@ -236,20 +237,27 @@ def prefill_rows(engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: i
 
 
 def side_stream_rows(engine: Engine, shapes: Sequence[StepShape], *, rounds: int) -> Rows:
-    """Speed of steps whose stores run on a side stream, against steps as they are."""
+    """Speed of steps whose stores run on a side stream, against steps as they are; and of the same
+    step captured again, which ought to be 1."""
     rows = []
     for shape in shapes:
-        pair = step_pair(engine._runner, shape, store_on_side_stream)
-        found = exposed(pair, engine.loaded.device, rounds=rounds)
-        share = found.share
+        speeds = []
+        for other in (store_on_side_stream, as_it_is):
+            found = exposed(
+                step_pair(engine._runner, shape, other), engine.loaded.device, rounds=rounds
+            )
+            share = found.share
+            speeds.append([1 / (1 - value) for value in (share.value, share.low, share.high)])
+        (value, *interval), again = speeds
         rows.append(
             {
                 "case": "stores on a side stream",
                 "shape": f"{len(shape.counts)}x{shape.counts[0] + shape.starts[0]}, "
                 f"{sum(shape.counts)} tokens computed",
-                "value": 1 / (1 - share.value),
+                "value": value,
                 "unit": "x the speed of stores in line",
-                "interval": [1 / (1 - share.low), 1 / (1 - share.high)],
+                "interval": interval,
+                "the_same_step_again": again,
                 "step_us": round(found.step_us, 1),
                 "pairs": share.count,
             }

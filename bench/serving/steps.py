@@ -32,6 +32,7 @@ __all__ = [
     "Exposed",
     "Run",
     "StepShape",
+    "as_it_is",
     "exposed",
     "step_pair",
     "store_on_side_stream",
@@ -96,6 +97,13 @@ def store_on_side_stream(runner: ModelRunner) -> Iterator[None]:
         yield
     finally:
         del backend.store
+
+
+@contextmanager
+def as_it_is(runner: ModelRunner) -> Iterator[None]:
+    """For a pair of equals: what two captures of the same step differ by, where their graphs and
+    workspaces lie in memory."""
+    yield
 
 
 @dataclass(frozen=True)
