@@ -164,10 +164,11 @@ def fit(
     held: dict[int, list[_Lesson]] = {}
     for layer, own in recordings.items():
         for recording in own:
+            pages = _pages(recording, gate, rule)
             for out, target in ((False, lessons), (True, held)):
                 place = torch.arange(len(recording.position))
                 chosen = (place % HELD_OUT == HELD_OUT - 1) == out
-                target.setdefault(layer, []).append(_lesson(recording, chosen, gate, rule))
+                target.setdefault(layer, []).append(_lesson(recording, chosen, pages, rule))
     every = [lesson for own in lessons.values() for lesson in own]
     if all(torch.equal(each.budget(rule, sparsity), each.candidates) for each in every):
         raise ConfigError(
@@ -329,7 +330,16 @@ def _rank(gate: Gate | None, layer: int, lesson: _Lesson) -> torch.Tensor:
     return share.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
 
-def _lesson(recording: Recording, chosen: torch.Tensor, gate: Gate, rule: SelectionRule) -> _Lesson:
+def _pages(recording: Recording, gate: Gate, rule: SelectionRule) -> torch.Tensor:
+    """What a student sees of the full pages."""
+    key, size = recording.key.float(), rule.page_size
+    pages = key[: len(key) // size * size].view(-1, size, *key.shape[1:])
+    return gate.describe(pages.transpose(1, 2)) if isinstance(gate, PageGate) else pages
+
+
+def _lesson(
+    recording: Recording, chosen: torch.Tensor, pages: torch.Tensor, rule: SelectionRule
+) -> _Lesson:
     query, position = recording.query[chosen].float(), recording.position[chosen]
     key = recording.key.float()
     size, heads = rule.page_size, key.shape[1]
@@ -340,9 +350,6 @@ def _lesson(recording: Recording, chosen: torch.Tensor, gate: Gate, rule: Select
     place = torch.arange(width)
     scored = place < (tiles - rule.recent)[:, None]
     candidate = scored & (place >= rule.first)
-    pages = key[: width * size].view(width, size, *key.shape[1:])
-    if isinstance(gate, PageGate):
-        pages = gate.describe(pages.transpose(1, 2))
     return _Lesson(
         query,
         pages,

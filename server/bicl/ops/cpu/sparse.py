@@ -185,16 +185,20 @@ def cluster_means(keys: torch.Tensor, count: int) -> torch.Tensor:
         member.masked_fill_(nearer, cluster)
         distance = torch.where(nearer, own, distance)
         seeds.append(seed[:, :, 0])
-    rows = []
+    means, sizes = [], []
     for cluster, seed in enumerate(seeds):
         belongs = (member == cluster).double()
         size = belongs.sum(dim=-1, keepdim=True)
         mean = (points * belongs[..., None]).sum(dim=2) / size.clamp_min(1.0)
-        log_size = torch.where(size > 0, size.clamp_min(1.0).log(), EMPTY)
-        off = (points - mean[:, :, None]).square().mean(dim=-1, keepdim=True)
-        spread = (off * belongs[..., None]).sum(dim=2) / size.clamp_min(1.0)
-        rows.append(torch.cat((torch.where(size > 0, mean, seed), log_size, spread), dim=-1))
-    return torch.stack(rows, dim=2).float()
+        means.append(torch.where(size > 0, mean, seed))
+        sizes.append(size)
+    centres, counts = torch.stack(means, dim=2), torch.cat(sizes, dim=-1)
+    own = centres.gather(2, member[..., None].expand_as(points))
+    off = (points - own).square().mean(dim=-1)
+    parts = [torch.where(member == cluster, off, 0.0).sum(dim=-1) for cluster in range(count)]
+    spreads = torch.stack(parts, dim=-1) / counts.clamp_min(1.0)
+    logs = torch.where(counts > 0, counts.clamp_min(1.0).log(), EMPTY)
+    return torch.cat((centres, torch.stack((logs, spreads), dim=-1)), dim=-1).float()
 
 
 def centroid_scores(
