@@ -19,7 +19,7 @@ from support.cases import (
 )
 from support.compare import assert_close_enough, assert_lse_close
 from support.device import DEVICE, truth_of
-from support.prefill import check, packed_step, run
+from support.prefill import check, check_replays, packed_step, run
 
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
@@ -304,32 +304,8 @@ def test_one_captured_graph_serves_all_lengths(deterministic: bool) -> None:
     layout = layout_of(8, 128, torch.bfloat16)
     lengths = ((400, 3000), (1, 2500), (111, 111), (0, 0))
     step = packed_step(lengths, layout, group=4, dtype=torch.bfloat16)
-    truth = truth_of(step, scale=0.1)
     backend = CudaBackend(deterministic=deterministic)
-    out = torch.empty_like(step.query)
-    real = step.meta.cu_seqlens_q.clone(), step.meta.cache_seqlens.clone()
-
-    def layer_steps() -> None:
-        backend.plan(step.meta)
-        for _ in range(2):
-            backend.run(step.query, step.layer, step.meta, scale=0.1, out=out)
-
-    step.meta.cu_seqlens_q.copy_(torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32))
-    step.meta.cache_seqlens.copy_(torch.tensor([1, 1, 1, 0], dtype=torch.int32))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        layer_steps()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer_steps()
-    step.meta.cu_seqlens_q.copy_(real[0])
-    step.meta.cache_seqlens.copy_(real[1])
-    for _ in range(3):
-        out.fill_(math.nan)
-        graph.replay()
-        assert_close_enough(out, truth.out, truth.same_precision)
+    out = check_replays(backend, step, scale=0.1)
     backend.plan(step.meta)
     assert torch.equal(backend.run(step.query, step.layer, step.meta, scale=0.1), out)
 

@@ -10,7 +10,7 @@ import torch
 from support.cases import FP8_DTYPES, PAGES_AND_TILES, Step
 from support.compare import assert_close_enough, assert_lse_close
 from support.device import DEVICE, truth_of
-from support.prefill import packed_step
+from support.prefill import check_replays, packed_step
 
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
@@ -147,29 +147,7 @@ def test_steps_that_gain_nothing_or_do_not_fit_read_the_cache_itself(
 def test_a_captured_graph_widens_other_lengths() -> None:
     layout = PageLayout(2, 128, torch.float8_e4m3fn)
     step = packed_step(LONG, layout, group=GROUP, dtype=torch.bfloat16, **SCALES)
-    truth = truth_of(step, scale=0.1)
-    backend = backend_with()
-    out = torch.empty_like(step.query)
-    real = step.meta.cu_seqlens_q.clone(), step.meta.cache_seqlens.clone()
-
-    def layer_steps() -> None:
-        backend.plan(step.meta)
-        for _ in range(2):
-            backend.run(step.query, step.layer, step.meta, scale=0.1, out=out)
-
-    step.meta.cu_seqlens_q.copy_(torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32))
-    step.meta.cache_seqlens.copy_(torch.tensor([1, 1, 0, 1], dtype=torch.int32))
-    layer_steps()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer_steps()
-    step.meta.cu_seqlens_q.copy_(real[0])
-    step.meta.cache_seqlens.copy_(real[1])
-    for _ in range(3):
-        out.fill_(math.nan)
-        graph.replay()
-        assert_close_enough(out, truth.out, truth.same_precision)
+    check_replays(backend_with(), step, scale=0.1)
 
 
 @pytest.mark.parametrize(

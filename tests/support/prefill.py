@@ -84,3 +84,37 @@ def check(step: Step, *, softcap: float = 0.0, repeats: int = 2, **options: obje
     assert_lse_close(lse, truth.lse)
     unseen = torch.isneginf(truth.lse).T
     assert (out[unseen] == 0).all(), "rows that see no key must be exactly zero"
+
+
+def check_replays(backend: CudaBackend, step: Step, *, scale: float) -> torch.Tensor:
+    """Capture a step with one token a sequence and none in the last, replay it with the step's own
+    lengths: each replay is right. Returns the output of the last."""
+    truth = truth_of(step, scale=scale)
+    out = torch.empty_like(step.query)
+    meta = step.meta
+    real = meta.cu_seqlens_q.clone(), meta.cache_seqlens.clone()
+
+    def layers() -> None:
+        backend.plan(meta)
+        for _ in range(2):
+            backend.run(step.query, step.layer, meta, scale=scale, out=out)
+
+    tiny = torch.ones_like(meta.cache_seqlens)
+    tiny[-1] = 0
+    meta.cu_seqlens_q.copy_(torch.arange(len(meta.cu_seqlens_q)))
+    meta.cache_seqlens.copy_(tiny)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layers()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers()
+    meta.cu_seqlens_q.copy_(real[0])
+    meta.cache_seqlens.copy_(real[1])
+    for _ in range(3):
+        out.fill_(math.nan)
+        graph.replay()
+        assert_close_enough(out, truth.out, truth.same_precision)
+    return out
