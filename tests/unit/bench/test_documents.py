@@ -33,7 +33,7 @@ def rows_of(table: str) -> list[str]:
 def cells_below(page: str, header: str) -> list[list[str]]:
     """The rows of the table that begins so, without marks of emphasis."""
     lines = page[page.index(header) :].split("\n\n")[0].replace("*", "").splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
 
 
 @pytest.mark.parametrize("table", [decode_table, prefill_table])
@@ -91,3 +91,16 @@ def test_the_kernels_page_has_the_files_prefill_times() -> None:
         expected = [ours, wide, wide / ours, narrow / ours, stock / ours, half]
         for number, value in zip(numbers, expected, strict=True):
             assert number == pytest.approx(value, rel=0.006), f"{name}: {told}"
+
+
+def test_the_kernels_page_has_the_files_products_with_few_rows() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "linear-h200.json").read_text())["rows"]
+    found = {(row["products"], row["rows"]): row for row in rows}
+    told = cells_below(KERNELS_PAGE, "| rows | qkv | o | gates and ups |")
+    assert len(told) == len({number for _, number in found})
+    for number, *cells in told:
+        alone = [found[name, int(number)] for name in ("qkv", "o", "gate_up", "down")]
+        layer = found["qkv, o, gate_up, down", int(number)]
+        expected = [f"{row['of_cublas']:.2f}" for row in alone]
+        expected += [f"{layer['us'][form]:.1f}" for form in ("bicl", "cublas")]
+        assert cells == [*expected, f"{layer['of_cublas']:.2f}"], number

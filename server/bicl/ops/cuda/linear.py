@@ -11,7 +11,8 @@ from bicl.ops.cuda import library
 __all__ = ["MAX_ROWS", "add_linear", "linear"]
 
 MAX_ROWS = 8
-"""One tile of the kernel; it takes two, but was not compared with cuBLAS there."""
+"""One tile of the kernel. It takes two, but cuBLAS makes wide products of 12 rows faster, and a
+whole layer's of 16."""
 
 
 def linear(
