@@ -1,4 +1,4 @@
-"""Pages that are found while the device computes, for rows that grow and for those who come next."""
+"""Pages found while the device computes: for rows that grow, and for those who come next."""
 
 from __future__ import annotations
 
