@@ -13,6 +13,7 @@ namespace bicl::decode {
 struct TokenMajorLoader {
   static constexpr int kFullArrivals = 32;
   static constexpr bool kClusters = true;
+  static constexpr bool kLaneCopies = false;
 
   uint64_t policy;
 

@@ -7,7 +7,7 @@
 
 namespace bicl::decode {
 
-enum NamedBarrier { kReady = 1, kConsumersOnly = 2 };
+enum NamedBarrier { kReady = 1, kConsumersOnly = 2, kBarriersReady = 3 };
 
 template <typename T>
 class Cta {
@@ -57,6 +57,8 @@ class Cta {
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
   __device__ __forceinline__ uint32_t peers_done() const { return full(Shared::kMaxStages); }
   __device__ __forceinline__ int& is_last() const { return *reinterpret_cast<int*>(shared() + Shared::kScalars); }
+  // Whether the rest of the head that this CTA's share ends in was ready; see watch_rest().
+  __device__ __forceinline__ int& rest_ready() const { return (&is_last())[1]; }
   __device__ __forceinline__ uint32_t ring(int stage) const {
     return ptx::smem_address(shared() + Shared::kRing) + stage * T::kStageBytes;
   }

@@ -14,7 +14,7 @@
                                                 Traits##head_blocks::kGroups,                              \
                                                 Traits##head_blocks::kStageBytes,                          \
                                                 SharedPlan<Traits##head_blocks>::kRing,                    \
-                                                Traits##head_blocks::kLeastCharge,                         \
+                                                Traits##head_blocks::kCharge,                              \
                                                 Traits##head_blocks::kVectors,                             \
                                                 Traits##head_blocks::kResults});                           \
   }                                                                                                        \

@@ -29,19 +29,24 @@ class DecodeCta : Merger<T> {
   using Base::cluster_part;
   using Base::combine_cluster;
   using Base::combine_line;
+  using Base::counter_of;
   using Base::copy_next_query;
+  using Base::copy_query;
   using Base::empty;
   using Base::entries;
   using Base::for_vectors;
   using Base::full;
   using Base::heads_of;
   using Base::merge;
+  using Base::move_on;
   using Base::peers_done;
   using Base::push_nothing;
   using Base::query_slot;
+  using Base::rest_ready;
   using Base::ring;
   using Base::start_cluster;
   using Base::wait_peers_started;
+  using Base::watch_rest;
   using typename Base::Target;
   using typename Base::UpcomingQuery;
 
@@ -64,13 +69,30 @@ class DecodeCta : Merger<T> {
     } else {
       length = divider.lane_length();
     }
-    if (!producer) init_barriers();  // it has more to do
+    // The query may be read at once, not only when the kernel ahead has ended. Else pages do not go first either: they
+    // would hold up that kernel, and the query would wait behind all of them.
+    const bool early = planned && (!p_.pdl || p_.late_table);
+    int started = 0;  // blocks that are asked for
+    if (producer) {
+      if constexpr (T::Loader::kLaneCopies) {
+        ptx::named_barrier(kBarriersReady, T::kThreads);
+        if (early) started = start_copies(block, share);
+      }
+    } else {
+      init_barriers();  // the producer has more to do
+      if constexpr (T::Loader::kLaneCopies) ptx::named_barrier_arrive(kBarriersReady, T::kThreads);
+      if (early && share.begin < share.end) copy_query(share.first.sequence, heads_of(share.first.head), 0);
+      if (early) ptx::cp_async_commit();
+    }
     if (!planned && T::Loader::kClusters) share.cluster = divider.cluster_share(share, length);
     const bool cluster = T::Loader::kClusters && share.cluster;
     if (cluster && share.first.sequence == Share::kNone) return;
     if (cluster) start_cluster();
     if (producer && !cluster && !planned) divider.build_entries(entries());
-    if (!producer && planned) ptx::cp_async_wait<0>();
+    if (!producer && planned) {  // the entries
+      if (early) ptx::cp_async_wait<1>();
+      else ptx::cp_async_wait<0>();
+    }
     __syncwarp();
     ptx::named_barrier(kReady, T::kThreads);
     const Line line = divider.line(entries());
@@ -78,14 +100,14 @@ class DecodeCta : Merger<T> {
     if (producer) {
       int sequence = share.first.sequence;
       if (!planned) block = divider.block_of_lane(line, share, share.begin, sequence);
-      produce(divider, line, share, block, sequence);
+      produce(divider, line, share, block, sequence, started);
       if (cluster) wait_peers_started();
     } else {
       if (cluster) wait_peers_started();
       if (p_.pdl) ptx::grid_dependency_wait();
       if (!cluster) clear_empty_sequences();
       if (cluster && share.begin == share.end) push_nothing(share.first);
-      consume(line, share, cluster);
+      consume(line, share, cluster, early);
       if (cluster) combine_cluster(share.first);
     }
   }
@@ -109,39 +131,57 @@ class DecodeCta : Merger<T> {
       ptx::mbarrier_init(full(stage), T::Loader::kFullArrivals);
       ptx::mbarrier_init(empty(stage), 2 * ptx::kWarpArrivals);  // the two warps of the stage's group
     }
-    if (threadIdx.x == T::kConsumers - 1) ptx::mbarrier_init(peers_done(), 1);
+    if (threadIdx.x == T::kConsumers - 1) ptx::mbarrier_init(peers_done(), 1), rest_ready() = 0;
     if constexpr (T::Loader::kClusters) ptx::fence_barrier_init();
     __syncwarp();
   }
 
   // --- producer -------------------------------------------------------------------------------------
-  // `next`: the lane's block of the first 32, of `sequence` or an earlier one.
+  // Asks for the first blocks, a lane each, as far as the ring holds them and they are whole pages: few instructions,
+  // since code that runs once comes from far away. Returns how many.
+  __device__ __forceinline__ int start_copies(const BlockSource& block, const Share& share) const {
+    const bool whole = block.rows == kBlockKeys && p_.pages.page_size == kBlockKeys;
+    const uint32_t others = ~__ballot_sync(~0u, whole);
+    const int count = min(others ? __ffs(others) - 1 : 32, min(k_.stages, share.end - share.begin));
+    const typename T::Loader loader;
+    if (lane_ < count) loader.template copy_whole<T>(block, p_.pages, ring(lane_), full(lane_));
+    __syncwarp();
+    return count;
+  }
+
+  // `next`: the lane's block of the first 32, of `sequence` or an earlier one; `started` of them have been asked for.
   __device__ __forceinline__ void produce(const Divider& divider, const Line& line, const Share& share,
-                                          BlockSource next, int sequence) {
+                                          BlockSource next, int sequence, int started) {
     typename T::Loader loader;
-    bool waited = !p_.pdl;
-    int stage = 0;
+    bool waited = !p_.pdl || p_.late_table;
+    int stage = started;
     uint32_t parity = 1;  // the first round finds its stages empty
+    if (stage == k_.stages) stage = 0, parity = 0;
     // The next kernel is let in at once where it finds no room before CTAs end, else when the rest fits the ring:
     // clusters placed beside running ones slow both down.
     const int release = 2 * static_cast<int>(gridDim.x) > p_.num_sms ? 0 : share.end - share.begin - k_.stages;
+    if (p_.pdl && max(release, 0) < started) ptx::grid_launch_dependents();
+    int turn = started;
 #pragma unroll 1
-    for (int x = share.begin; x < share.end; x += 32) {
+    for (int x = share.begin; x < share.end; x += 32, turn = 0) {
       const BlockSource block = next;
       const uint32_t newest = __ballot_sync(~0u, block.newest);
       const int count = min(32, share.end - x);
 #pragma unroll 1
-      for (int turn = 0; turn < count; ++turn) {
+      for (; turn < count; ++turn) {
         // Old pages stream while the kernel before this one still writes the newest token.
         if (!waited && (newest >> turn & 1)) {
           ptx::grid_dependency_wait();
           waited = true;
         }
+        if constexpr (T::Loader::kLaneCopies)
+          if (x + turn == share.end - 1 && waited && !share.cluster && !p_.deterministic)
+            watch_rest(line, line.place(share.end - 1, sequence), share);
         loader.template load<T>(block, turn, lane_, p_.pages, ring(stage), full(stage), empty(stage), parity);
         if (++stage == k_.stages) stage = 0, parity ^= 1;
         if (p_.pdl && x - share.begin + turn == max(release, 0)) ptx::grid_launch_dependents();
         // The next 32, once the ring has enough to do.
-        if (turn == min(k_.stages, count) - 1) next = divider.block_of_lane(line, share, x + 32, sequence);
+        if (turn == min(k_.stages, count - 1)) next = divider.block_of_lane(line, share, x + 32, sequence);
       }
     }
   }
@@ -162,7 +202,7 @@ class DecodeCta : Merger<T> {
     }
   };
 
-  __device__ __forceinline__ void consume(const Line& line, const Share& share, bool cluster) {
+  __device__ __forceinline__ void consume(const Line& line, const Share& share, bool cluster, bool early) {
     const int slots = p_.deterministic ? kMaxUnits + 1 : 2;
     if (share.begin == share.end) return;
     Cursor cursor(share.begin, warp_ / 2);
@@ -170,8 +210,9 @@ class DecodeCta : Merger<T> {
     Query<T> query;
     Place place = share.first;
     UpcomingQuery upcoming{place.sequence * static_cast<int>(k_.heads.divisor) + place.head, share.begin - place.block};
+    if (early) move_on(upcoming, line, share);  // the first is on its way
 #pragma unroll 1
-    for (int i = 0; i < T::kQuerySlots; ++i) copy_next_query(upcoming, line, share, cluster, i);
+    for (int i = early; i < T::kQuerySlots; ++i) copy_next_query(upcoming, line, share, i);
     int slot = 0;
     await_query(slot);
     ptx::named_barrier(kConsumersOnly, T::kConsumers);
@@ -179,28 +220,33 @@ class DecodeCta : Merger<T> {
     for (int x = share.begin; x < share.end;) {
       // A segment: consecutive blocks of one (sequence, head).
       const int count = min(place.num_blocks - place.block, share.end - x);
-      const int step = p_.deterministic ? unit_blocks(place.num_blocks) : count;
+      const int step = p_.deterministic ? unit_blocks(place.num_blocks, T::kGroups) : count;
       query.set(query_slot(slot), lane_);
+      bool rest = false;
 #pragma unroll 1
       for (int done = 0, index = 0; done < count; done += step, ++index) {
         const int unit_end = x + min(done + step, count);
         unit(cursor, place, x - place.block, unit_end, query, state);
+        ptx::named_barrier(kConsumersOnly, T::kConsumers);  // merge buffer and query have been read
         const bool last = unit_end == x + count;
         const bool from_start = place.block == 0, whole = count == place.num_blocks;
         // Deterministic units are folded in order; where an earlier CTA began the head, they stay apart.
         Target target{Target::kFinal, from_start && done > 0, static_cast<int>(blockIdx.x) * slots};
         if (cluster) target = {Target::kCluster, false, cluster_part(place.block + done, step)};
         else if (from_start && !last) target.kind = Target::kKeep;
+        else if (!whole && from_start && rest_ready()) target.rest = true;
         else if (!whole) target.kind = Target::kWorkspace, target.slot += from_start ? slots - 1 : index;
-        ptx::named_barrier(kConsumersOnly, T::kConsumers);  // merge buffer and query have been read
         if (last && unit_end < share.end) {  // in a cluster there is no next: the other slots hold results there
-          copy_next_query(upcoming, line, share, cluster, slot);
+          copy_next_query(upcoming, line, share, slot);
           slot = slot + 1 < T::kQuerySlots ? slot + 1 : 0;
           await_query(slot);
         }
         merge(state, place.sequence, heads_of(place.head), target);
+        rest = target.rest;
       }
-      if (!cluster && count < place.num_blocks) {
+      if (rest) {
+        if (threadIdx.x == 0) *counter_of(place) = 0;
+      } else if (!cluster && count < place.num_blocks) {
         if (const int parts = arrive(line, place, count, slots)) combine_line(place, heads_of(place.head), parts);
       }
       x += count;

@@ -6,6 +6,11 @@
 
 namespace bicl::decode {
 
+// What a head counts when work is divided, in blocks: those it has and `end` more, `least` at least.
+struct Charge {
+  int end, least;
+};
+
 struct KernelParams {
   const char* plan;     // of the step, or null: each CTA finds its share itself; see plan.cuh
   FastDiv heads;        // (KV head, block of query heads) pairs of one sequence
@@ -14,8 +19,8 @@ struct KernelParams {
   int group;            // query heads of one KV head
   int stages;
   int cluster_log2;     // of the CTAs a cluster; 0: stream-K only
-  int multiple;         // blocks of a sequence are counted in multiples of this
-  int least_charge;     // blocks that even the shortest head is charged
+  int multiple;         // blocks of a sequence are counted in multiples of this: the ring's groups, or 1
+  Charge charge;
   int max_units;        // of one head that a cluster has room for in deterministic mode
   DecodeParams p;
 };

@@ -184,7 +184,7 @@ Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
   config.grid = dim3(grid);
   k.grid = FastDiv(config.grid.x);
   k.multiple = p.deterministic ? kernel->groups : 1;
-  k.least_charge = kernel->least_charge;
+  k.charge = kernel->charge;
   k.max_units = kernel->results / ((kernel->vectors + config.cluster - 1) / config.cluster);
   return call;
 }

@@ -35,27 +35,35 @@ class Queries : protected Cta<T> {
     }
   }
 
-  // Always commits, so that a fixed count of younger copies may be on their way while one is awaited. Rows and dims
-  // that do not exist become zeros.
-  __device__ __forceinline__ void copy_next_query(UpcomingQuery& next, const Line& line, const Share& share, bool cluster,
+  // Into a slot. Rows and dims that do not exist become zeros.
+  __device__ __forceinline__ void copy_query(int sequence, const Heads& heads, int slot) const {
+    const auto* rows = static_cast<const uint16_t*>(p_.query) + sequence * p_.query_token_stride +
+                       heads.first_query * p_.query_head_stride;
+    for_query_chunks(slot, [&](int row, int dim, char* target) {
+      const bool exists = row < heads.active && dim < p_.head_dim;
+      ptx::cp_async_16(ptx::smem_address(target), exists ? rows + row * p_.query_head_stride + dim : rows, exists);
+    });
+  }
+
+  // Always commits, so that a fixed count of younger copies may be on their way while one is awaited.
+  __device__ __forceinline__ void copy_next_query(UpcomingQuery& next, const Line& line, const Share& share,
                                                   int slot) const {
     if (next.x < share.end) {
       uint32_t pair_head;
-      int sequence = k_.heads.divide(next.pair, pair_head), head = pair_head;
-      const Heads heads = heads_of(head);
-      const auto* rows = static_cast<const uint16_t*>(p_.query) + sequence * p_.query_token_stride +
-                         heads.first_query * p_.query_head_stride;
-      for_query_chunks(slot, [&](int row, int dim, char* target) {
-        const bool exists = row < heads.active && dim < p_.head_dim;
-        ptx::cp_async_16(ptx::smem_address(target), exists ? rows + row * p_.query_head_stride + dim : rows, exists);
-      });
-      next.x = cluster ? share.end : next.x + line.blocks(sequence);
-      if (next.x < share.end) {
-        line.advance(sequence, head);
-        next.pair = sequence * k_.heads.divisor + head;
-      }
+      const int sequence = k_.heads.divide(next.pair, pair_head);
+      copy_query(sequence, heads_of(pair_head), slot);
+      move_on(next, line, share);
     }
     ptx::cp_async_commit();
+  }
+
+  __device__ __forceinline__ void move_on(UpcomingQuery& next, const Line& line, const Share& share) const {
+    uint32_t pair_head;
+    int sequence = k_.heads.divide(next.pair, pair_head), head = pair_head;
+    next.x = share.cluster ? share.end : next.x + line.blocks(sequence);
+    if (next.x >= share.end) return;
+    line.advance(sequence, head);
+    next.pair = sequence * k_.heads.divisor + head;
   }
 
   // A barrier must follow. fp8 pages are multiplied as fp16: each thread converts what it copied.

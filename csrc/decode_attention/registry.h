@@ -23,7 +23,7 @@ struct Kernel {
   int groups;       // the stage count is a multiple of it
   int stage_bytes;
   int fixed_bytes;  // shared memory beside the ring and the prefix sums
-  int least_charge;
+  Charge charge;
   int vectors;      // of a result
   int results;      // vectors that a CTA of a cluster has room for
 };

@@ -7,8 +7,8 @@
 //   |head 0   |head 1   |head 2   |head 0 |head 1 |head 2 |
 //   |---- CTA 0 ----|---- CTA 1 ----|---- CTA 2 ----|        stream-K: equal shares, cut anywhere
 //
-// A short head is charged as more blocks than it has, since its end takes longer than its copies: CTAs full of short
-// sequences would come last.
+// A head may be charged as more blocks than it has, since its end takes time too: CTAs full of short sequences would
+// come last.
 //
 // "head" is a KV head, or one of its blocks of query heads where a group is larger than a CTA serves.
 // Deterministic: shares are cut only at unit boundaries, which depend on the sequence's own length, and units
@@ -16,6 +16,7 @@
 #pragma once
 
 #include "../common/fast_div.h"
+#include "kernel_params.h"
 #include "traits.cuh"
 
 namespace bicl::decode {
@@ -44,28 +45,29 @@ __device__ __forceinline__ Span visible_span(int length, int window_left, int mu
   return {first_key, first_block, (blocks + multiple - 1) & ~(multiple - 1)};
 }
 
-// Blocks of one unit: 256 keys in short sequences, 512 and more in long ones. A multiple of 4, so that units keep
-// the ring's groups aligned.
-__device__ __forceinline__ int unit_blocks(int num_blocks) {
+// Blocks of one unit: 128 keys in the shortest sequences, 512 and more in long ones. A multiple of the ring's groups
+// (1, 2 or 4), which thus take the same blocks of a unit wherever a share begins.
+__device__ __forceinline__ int unit_blocks(int num_blocks, int groups) {
+  if (num_blocks <= 8) return max(2, groups);
   if (num_blocks <= 32) return 4;
   const int share = (num_blocks + kMaxUnits - 1) / kMaxUnits;
   return max(8, (share + 3) & ~3);
 }
 
-__device__ __forceinline__ int num_units(int num_blocks) {
-  if (num_blocks <= 32) return (num_blocks + 3) / 4;  // no division
-  const int unit = unit_blocks(num_blocks);
+__device__ __forceinline__ int num_units(int num_blocks, int groups) {
+  const int unit = unit_blocks(num_blocks, groups);
+  if (unit == 2) return (num_blocks + 1) / 2;  // no division
+  if (unit == 4) return (num_blocks + 3) / 4;
   return (num_blocks + unit - 1) / unit;
 }
 
-// What a head of so many blocks counts when work is divided.
-__device__ __forceinline__ int charge_of(int num_blocks, int least) {
-  return num_blocks > 0 ? max(num_blocks, least) : 0;
+__device__ __forceinline__ int charge_of(int num_blocks, const Charge& charge) {
+  return num_blocks > 0 ? max(num_blocks + charge.end, charge.least) : 0;
 }
 
 // Fills entries[0 .. batch]. One warp.
 __device__ __forceinline__ void build_entries(Entry* entries, const Sequences& sequences, int window_left,
-                                              int multiple, int least_charge) {
+                                              int multiple, const Charge& charge) {
   constexpr int kPerLane = 4;  // neighbouring sequences a lane counts itself
   const int lane = threadIdx.x % 32;
   int blocks_carry = 0, charge_carry = 0;
@@ -88,7 +90,7 @@ __device__ __forceinline__ void build_entries(Entry* entries, const Sequences& s
     for (int i = 0; i < kPerLane; ++i) {
       blocks[i] = visible_span(length[i], window_left, multiple).num_blocks;
       own_blocks += blocks[i];
-      own_charge += charge_of(blocks[i], least_charge);
+      own_charge += charge_of(blocks[i], charge);
     }
     int blocks_sum = own_blocks, charge_sum = own_charge;
 #pragma unroll
@@ -97,12 +99,12 @@ __device__ __forceinline__ void build_entries(Entry* entries, const Sequences& s
       const int other_charge = __shfl_up_sync(~0u, charge_sum, step);
       if (lane >= step) blocks_sum += other_blocks, charge_sum += other_charge;
     }
-    int before = blocks_carry + blocks_sum - own_blocks, charge = charge_carry + charge_sum - own_charge;
+    int before = blocks_carry + blocks_sum - own_blocks, charge_before = charge_carry + charge_sum - own_charge;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      if (first + i < sequences.batch) entries[first + i] = {before, charge, length[i]};
+      if (first + i < sequences.batch) entries[first + i] = {before, charge_before, length[i]};
       before += blocks[i];
-      charge += charge_of(blocks[i], least_charge);
+      charge_before += charge_of(blocks[i], charge);
     }
     blocks_carry += __shfl_sync(~0u, blocks_sum, 31);
     charge_carry += __shfl_sync(~0u, charge_sum, 31);
@@ -130,9 +132,9 @@ struct Bounds {
 class Line {
  public:
   __device__ __forceinline__ Line(const Entry* entries, int batch, int num_heads, const FastDiv& grid,
-                                  bool deterministic, int least_charge)
+                                  bool deterministic, int groups, const Charge& charge)
       : entries_(entries), batch_(batch), num_heads_(num_heads), grid_(grid), deterministic_(deterministic),
-        least_charge_(least_charge), total_(entries[batch].charge_before * num_heads) {}
+        groups_(groups), charge_(charge), total_(entries[batch].charge_before * num_heads) {}
 
   // `hint`: a sequence not behind the one sought, and probably it.
   __device__ __forceinline__ Place place(int x, int hint) const {
@@ -174,7 +176,7 @@ class Line {
   // The CTA that computes block `block` of a place's head (deterministic: a block that begins a unit).
   __device__ __forceinline__ int owner(const Place& place, int block) const {
     const int charge = entries_[place.sequence].charge_before * num_heads_ +
-                       place.head * charge_of(place.num_blocks, least_charge_) + block;
+                       place.head * charge_of(place.num_blocks, charge_) + block;
     const int grid = grid_.divisor;
     if (total_ < grid) return charge;
     int cta = min(static_cast<int>(__fdividef((charge + 0.5f) * grid, static_cast<float>(total_))), grid - 1);
@@ -203,11 +205,11 @@ class Line {
     const Entry entry = entries_[sequence];
     const int blocks = entries_[sequence + 1].before - entry.before;
     const unsigned rest = charge - entry.charge_before * num_heads_;
-    const unsigned per_head = charge_of(blocks, least_charge_);
+    const unsigned per_head = charge_of(blocks, charge_);
     const int head = rest / per_head;
     int block = rest - head * per_head;
     if (deterministic_) {
-      const int unit = unit_blocks(blocks);
+      const int unit = unit_blocks(blocks, groups_);
       block = (block + unit - 1) / unit * unit;
     }
     return entry.before * num_heads_ + head * blocks + min(block, blocks);
@@ -240,7 +242,9 @@ class Line {
   int batch_, num_heads_;
   const FastDiv& grid_;
   bool deterministic_;
-  int least_charge_, total_;
+  int groups_;
+  const Charge& charge_;
+  int total_;
 };
 
 }  // namespace bicl::decode

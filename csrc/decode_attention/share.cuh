@@ -35,7 +35,7 @@ class Divider {
     const int longest = __reduce_max_sync(~0u, blocks);
     const int batch = p_.sequences.batch;
     if (batch > 1 && 4 * longest * batch > 5 * __reduce_add_sync(~0u, blocks)) return false;
-    if (p_.deterministic && num_units(longest) > k_.max_units) return false;  // parts need room
+    if (p_.deterministic && num_units(longest, k_.multiple) > k_.max_units) return false;  // parts need room
     share = {};
     share.cluster = 1;
     uint32_t head;
@@ -43,8 +43,8 @@ class Divider {
     if (sequence >= batch) return true;  // there are enough clusters for stream-K, which some lengths need
     const int count = __shfl_sync(~0u, blocks, sequence);
     // Shares are whole units in deterministic mode, blocks else.
-    const int step = p_.deterministic ? unit_blocks(count) : 1;
-    const int steps = p_.deterministic ? num_units(count) : count;
+    const int step = p_.deterministic ? unit_blocks(count, k_.multiple) : 1;
+    const int steps = p_.deterministic ? num_units(count, k_.multiple) : count;
     const int rank = blockIdx.x & ((1 << k_.cluster_log2) - 1);
     share.begin = min((rank * steps >> k_.cluster_log2) * step, count);
     share.end = min(((rank + 1) * steps >> k_.cluster_log2) * step, count);
@@ -53,11 +53,11 @@ class Divider {
   }
 
   __device__ __forceinline__ void build_entries(Entry* entries) const {
-    decode::build_entries(entries, p_.sequences, p_.window_left, k_.multiple, k_.least_charge);
+    decode::build_entries(entries, p_.sequences, p_.window_left, k_.multiple, k_.charge);
   }
 
   __device__ __forceinline__ Line line(const Entry* entries) const {
-    return Line(entries, p_.sequences.batch, k_.heads.divisor, k_.grid, p_.deterministic, k_.least_charge);
+    return Line(entries, p_.sequences.batch, k_.heads.divisor, k_.grid, p_.deterministic, k_.multiple, k_.charge);
   }
 
   __device__ __forceinline__ Share line_share(const Line& line) const {

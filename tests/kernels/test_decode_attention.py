@@ -210,13 +210,14 @@ def test_empty_sequences_give_zeros(backend: CudaBackend, workspace: Workspace) 
         assert torch.isneginf(lse).all()  # (A52)
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, FP8_DTYPES[0]], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_deterministic_results_do_not_depend_on_batch_mates_or_schedule(
-    backend: CudaBackend, workspace: Workspace, head_dim: int
+    backend: CudaBackend, workspace: Workspace, head_dim: int, stored: torch.dtype
 ) -> None:
-    lengths = [5000, 64, 1, 777, 4096, 12000, 8200]
+    lengths = [5000, 64, 1, 777, 512, 4096, 300, 12000, 450, 8200]
     tile = 32 if head_dim == 96 else 64
-    layout = layout_of(8, head_dim, torch.bfloat16, (64, tile))
+    layout = layout_of(8, head_dim, stored, (64, tile))
     step = decode_step(backend, lengths, layout, group=4, dtype=torch.bfloat16)
 
     def rows(span: slice, **options: object) -> torch.Tensor:
@@ -237,7 +238,12 @@ def test_deterministic_results_do_not_depend_on_batch_mates_or_schedule(
     together = rows(slice(None))
     alone = [rows(slice(i, i + 1)) for i in range(len(lengths))]
     assert torch.equal(torch.cat(alone), together)
-    for options in ({"force_grid": 1}, {"force_grid": 60}, {"force_cluster": 1}):
+    for options in (
+        {"force_grid": 1},
+        {"force_grid": 60},
+        {"force_grid": 131},
+        {"force_cluster": 1},
+    ):
         assert torch.equal(rows(slice(None), **options), together)
     assert torch.equal(rows(slice(2, 6)), together[2:6])
 

@@ -8,6 +8,7 @@ namespace bicl::decode {
 struct Sm80Loader {
   static constexpr int kFullArrivals = 32;
   static constexpr bool kClusters = false;
+  static constexpr bool kLaneCopies = false;
 
   template <typename T>
   __device__ __forceinline__ void load(const BlockSource& block, int turn, int lane, const Pages& pages,

@@ -9,6 +9,7 @@ namespace bicl::decode {
 struct Sm90Loader {
   static constexpr int kFullArrivals = 1;
   static constexpr bool kClusters = true;
+  static constexpr bool kLaneCopies = true;  // copy_whole()
 
   uint64_t policy;
 
@@ -32,6 +33,15 @@ struct Sm90Loader {
       }
     }
     __syncwarp();  // in order: a later turn must not see an earlier phase of the same stage
+  }
+
+  // A page of 64 tokens into an empty stage, by one thread.
+  template <typename T>
+  __device__ __forceinline__ void copy_whole(const BlockSource& block, const Pages& pages, uint32_t stage,
+                                             uint32_t full) const {
+    const int64_t index = static_cast<int64_t>(block.page[0]) * pages.num_kv_heads + block.head;
+    ptx::mbarrier_expect_tx(full, T::kStageBytes);
+    ptx::bulk_copy(stage, static_cast<const char*>(pages.data) + index * T::kStageBytes, T::kStageBytes, full, policy);
   }
 
  private:
