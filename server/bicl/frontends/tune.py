@@ -31,12 +31,13 @@ from bicl.frontends.http.request import (
     TokenEvent,
 )
 from bicl.frontends.tune_report import Result, markdown, plot, table
+from bicl.frontends.tune_samples import Samples, Task, read_samples
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.gate_file import load_gate, with_gate
 from bicl.sparse.guard import GuardBounds
 from bicl.sparse.settings import write_config_file
 
-__all__ = ["Grid", "Result", "Samples", "Task", "best_result", "read_samples", "run_tune", "tune"]
+__all__ = ["Grid", "best_result", "run_tune", "tune"]
 
 # A search measures a setting as it is: nothing may go back to the full cache meanwhile.
 UNGUARDED = GuardBounds(shadow_interval=1 << 30, min_mass_kept=0.0, min_sparsity_share=0.0)
@@ -46,35 +47,6 @@ RESULTS, CONFIG_FILE, TABLE_FILE, PLOT_FILE = (
     "tune.md",
     "tune.png",
 )
-
-
-@dataclass(frozen=True)
-class Task:
-    """A prompt, and a text that the answer must contain."""
-
-    prompt: str
-    answer: str
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What is measured.
-
-    Attributes:
-        texts: token ids; the last ``predicted`` of each are predicted one by one.
-        predicted: that many.
-        tasks: answered greedily.
-    """
-
-    texts: tuple[tuple[int, ...], ...]
-    predicted: int
-    tasks: tuple[Task, ...] = ()
-
-    @property
-    def digest(self) -> str:
-        """Names them, so that results are never taken for other samples'."""
-        told = json.dumps([self.texts, self.predicted, [asdict(task) for task in self.tasks]])
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -90,46 +62,6 @@ class Grid:
         """One config an engine; ratios are the requests' affair in ``select`` mode."""
         for mode, layers, max_k in itertools.product(self.modes, self.layers, self.max_ks):
             yield replace(base, mode=mode, layers=layers, max_k=max_k)
-
-
-def read_samples(
-    loaded: LoadedModel,
-    texts: Sequence[Path],
-    tasks: Path | None,
-    *,
-    pieces: int,
-    context: int,
-    predicted: int,
-) -> Samples:
-    """Cut texts into pieces and read tasks (JSON lines with ``prompt`` and ``answer``).
-
-    Raises:
-        ConfigError: a file cannot be read, or the texts are too short.
-    """
-    try:
-        ids = [loaded.tokenizer(path.read_text()).input_ids for path in texts]
-        lines = tasks.read_text().splitlines() if tasks else []
-        found = tuple(Task(**json.loads(line)) for line in lines if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{error}; give readable text files") from None
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f'--tasks {tasks}: {error}; each line is {{"prompt": "...", "answer": "..."}}'
-        ) from None
-    size = context + predicted
-    cut = [
-        tuple(own[start : start + size])
-        for own in ids
-        for start in range(0, len(own) - size + 1, size)
-    ]
-    if not cut:
-        longest = max(map(len, ids), default=0)
-        raise ConfigError(
-            f"the longest text has {longest} tokens, one piece needs {size}; give longer texts or "
-            "a smaller --context-tokens"
-        )
-    step = max(1, len(cut) // pieces)
-    return Samples(tuple(cut[::step][:pieces]), predicted, found)
 
 
 def tune(

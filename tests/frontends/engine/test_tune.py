@@ -14,15 +14,9 @@ from support.driving import assert_same_greedy, generate, request, running
 from bicl.errors import ConfigError
 from bicl.frontends import tune as module
 from bicl.frontends.http.engine import EngineConfig
-from bicl.frontends.tune import (
-    Grid,
-    Result,
-    Samples,
-    best_result,
-    read_samples,
-    run_tune,
-    tune,
-)
+from bicl.frontends.tune import Grid, best_result, run_tune, tune
+from bicl.frontends.tune_report import Result
+from bicl.frontends.tune_samples import Samples, read_samples
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.gate_file import GATE_NAME, save_gate
 from bicl.sparse.settings import read_config_file
