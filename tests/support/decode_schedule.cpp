@@ -1,6 +1,7 @@
 // Divides batches as decode_attention's CTAs do, and checks that the shares add up.
 //
-// Arguments: grid, heads, least charge, deterministic, window, then the lengths. Prints each CTA's begin and end.
+// Arguments: grid, heads, a head's charge (end, least), groups of the ring if deterministic, else 0, window, then the
+// lengths. Prints each CTA's begin and end.
 #include "warp.h"
 
 #include <cstdio>
@@ -22,7 +23,7 @@ using namespace bicl::decode;
 
 // Each CTA's blocks and where they lie, found 32 at a time as the kernel does.
 void check_blocks(const std::vector<int32_t>& lengths, int heads, int grid, int window, bool deterministic,
-                  int multiple, int least) {
+                  int multiple, const Charge& charge) {
   const int batch = static_cast<int>(lengths.size()), width = *std::max_element(lengths.begin(), lengths.end()) / 64 + 1;
   std::vector<int32_t> table(batch * width);
   std::iota(table.begin(), table.end(), 0);
@@ -30,7 +31,7 @@ void check_blocks(const std::vector<int32_t>& lengths, int heads, int grid, int 
   k.heads = FastDiv(heads);
   k.grid = FastDiv(grid);
   k.multiple = multiple;
-  k.least_charge = least;
+  k.charge = charge;
   k.p.sequences.page_table = table.data();
   k.p.sequences.cache_seqlens = lengths.data();
   k.p.sequences.page_table_stride = width;
@@ -72,10 +73,12 @@ void check_blocks(const std::vector<int32_t>& lengths, int heads, int grid, int 
 
 int main(int count, char** arguments) {
   const auto number = [&](int i) { return std::atoi(arguments[i]); };
-  const int grid = number(1), heads = number(2), least = number(3), deterministic = number(4), window = number(5);
+  const int grid = number(1), heads = number(2), groups = number(5), window = number(6);
+  const Charge charge{number(3), number(4)};
+  const bool deterministic = groups > 0;
   std::vector<int32_t> lengths;
-  for (int i = 6; i < count; ++i) lengths.push_back(number(i));
-  const int batch = static_cast<int>(lengths.size()), multiple = deterministic ? 2 : 1;
+  for (int i = 7; i < count; ++i) lengths.push_back(number(i));
+  const int batch = static_cast<int>(lengths.size()), multiple = deterministic ? groups : 1;
   Sequences sequences{};
   sequences.cache_seqlens = lengths.data();
   sequences.batch = batch;
@@ -83,15 +86,15 @@ int main(int count, char** arguments) {
   std::vector<Bounds> shares(grid);
   const FastDiv divide(grid);
   warp::run([&](int) {
-    build_entries(entries.data(), sequences, window, multiple, least);
+    build_entries(entries.data(), sequences, window, multiple, charge);
     __syncwarp();
-    const Line line(entries.data(), batch, heads, divide, deterministic, least);
+    const Line line(entries.data(), batch, heads, divide, deterministic, multiple, charge);
     for (int cta = 0; cta < grid; ++cta) {
       const Bounds bounds = line.share_of(cta);
       if (threadIdx.x == 0) shares[cta] = bounds;
     }
   });
-  const Line line(entries.data(), batch, heads, divide, deterministic, least);
+  const Line line(entries.data(), batch, heads, divide, deterministic, multiple, charge);
   int x = 0;
   Place next{};
   bool first = true;
@@ -111,7 +114,7 @@ int main(int count, char** arguments) {
         REQUIRE(place.num_blocks == blocks && place.length == lengths[sequence]);
         if (block == 0 && !first)
           REQUIRE(next.sequence == sequence && next.head == head && next.num_blocks == blocks);
-        if (!deterministic || block % unit_blocks(blocks) == 0) {
+        if (!deterministic || block % unit_blocks(blocks, multiple) == 0) {
           REQUIRE(line.owner(place, block) == owners[x]);
         } else {
           REQUIRE(owners[x] == owners[x - 1]);
@@ -121,5 +124,5 @@ int main(int count, char** arguments) {
       }
   }
   REQUIRE(x == static_cast<int>(owners.size()));
-  check_blocks(lengths, heads, grid, window, deterministic, multiple, least);
+  check_blocks(lengths, heads, grid, window, deterministic, multiple, charge);
 }

@@ -35,12 +35,16 @@ def divide(tmp_path_factory: pytest.TempPathFactory):
         *,
         grid: int = 128,
         heads: int = 8,
+        end: int = 0,
         least: int = 3,
-        deterministic: bool = False,
+        groups: int = 0,
         window: int = -1,
     ) -> list[int]:
-        """Blocks of each CTA; the program itself checks that nothing is lost or done twice."""
-        options = (grid, heads, least, int(deterministic), window)
+        """Blocks of each CTA; the program itself checks that nothing is lost or done twice.
+
+        ``groups``: of the ring, in deterministic mode; else 0.
+        """
+        options = (grid, heads, end, least, groups, window)
         done = subprocess.run(
             [program, *map(str, options), *map(str, lengths)],
             capture_output=True,
@@ -54,8 +58,8 @@ def divide(tmp_path_factory: pytest.TempPathFactory):
     return shares
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_every_block_belongs_to_one_share(divide, deterministic: bool) -> None:
+@pytest.mark.parametrize("groups", [0, 1, 2, 4], ids=lambda groups: f"units of {groups}")
+def test_every_block_belongs_to_one_share(divide, groups: int) -> None:
     draw = random.Random(7)
     kinds = ((0, 1), (1, 64), (1, 500), (1, 9000), (0, 200))
     for batch in (1, 2, 15, 16, 17, 33, 64, 130, 257):
@@ -65,8 +69,9 @@ def test_every_block_belongs_to_one_share(divide, deterministic: bool) -> None:
             lengths,
             grid=draw.choice((1, 7, 60, 128)),
             heads=draw.choice((1, 3, 8)),
-            least=draw.choice((1, 3, 7)),
-            deterministic=deterministic,
+            end=draw.choice((0, 2)),
+            least=draw.choice((0, 3, 7)),
+            groups=groups,
             window=draw.choice((-1, -1, 100)),
         )
 
@@ -74,6 +79,7 @@ def test_every_block_belongs_to_one_share(divide, deterministic: bool) -> None:
 def test_even_batches_get_even_shares(divide) -> None:
     assert set(divide([4096] * 32)) == {128}
     assert set(divide([512] * 256, least=7)) == {128}
+    assert set(divide([4096] * 32, end=2, least=0)) == {128}
 
 
 def test_short_heads_are_charged_as_more(divide) -> None:
@@ -82,6 +88,12 @@ def test_short_heads_are_charged_as_more(divide) -> None:
     plain = divide(lengths, least=1)
     assert shares[0] < plain[0]  # the first CTAs end a head with every block
     assert max(shares) >= max(plain)
+
+
+def test_every_head_may_be_charged_for_its_end(divide) -> None:
+    lengths = [64 * 8] * 32 + [64 * 64] * 8
+    shares = divide(lengths, end=2, least=0)
+    assert shares[0] < sum(shares) / 128 < shares[-1]
 
 
 def test_batches_without_keys_leave_nothing_to_do(divide) -> None:
