@@ -66,6 +66,12 @@ class CudaBackend:
         self._outgrown: list[Workspace] = []
         self._copy_lists: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @property
+    def unwidened_prefills(self) -> int:
+        """Prefills of a layer over fp8 pages that would be faster over widened ones, for which
+        there is not enough room."""
+        return self._widener.num_too_large
+
     def plan(self, meta: AttentionMetadata) -> None:
         """Forget the last step. What the layers of a step have in common is worked out on the
         device, by the first layer that needs it. A decode step that was not planned has each layer

@@ -106,6 +106,11 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
         ("bicl_prefilled_tokens", "Prompt tokens computed", stats.prefilled_tokens),
         ("bicl_generated_tokens", "Tokens generated", stats.generated_tokens),
         ("bicl_cuda_graph_misses", "Decode steps without a captured graph", stats.graph_misses),
+        (
+            "bicl_unwidened_prefills",
+            "Prefills of a layer over fp8 pages whose 16-bit copies would not fit",
+            stats.unwidened_prefills,
+        ),
     ):
         yield CounterMetricFamily(name, text, value=value)
     steps = CounterMetricFamily(

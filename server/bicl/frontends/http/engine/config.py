@@ -243,6 +243,8 @@ class EngineStats:
         finished, aborted, failed: requests by outcome.
         prefilled_tokens, generated_tokens: tokens computed and emitted.
         graph_misses: decode steps that a CUDA graph could have taken but none was captured for.
+        unwidened_prefills: prefills of a layer that read fp8 pages at half the speed, since their
+            16-bit copies would not fit.
         sparse: what HySparse did.
         tiers: what the host and disk tiers did and hold.
         cache_rebuilds: times that the pool's bookkeeping contradicted itself and was begun anew.
@@ -283,6 +285,7 @@ class EngineStats:
     prefilled_tokens: int = 0
     generated_tokens: int = 0
     graph_misses: int = 0
+    unwidened_prefills: int = 0
     sparse: SparseStats = SparseStats()
     tiers: TierStats = field(default_factory=TierStats)
     cache_rebuilds: int = 0

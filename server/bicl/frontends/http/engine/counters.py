@@ -48,6 +48,7 @@ class Counters:
         draining: bool,
         healthy: bool,
         graph_misses: int,
+        unwidened_prefills: int,
         tiers: TierStats,
         sparse: SparseStats,
     ) -> EngineStats:
@@ -87,6 +88,7 @@ class Counters:
             prefilled_tokens=self._prefilled,
             generated_tokens=self._generated,
             graph_misses=graph_misses,
+            unwidened_prefills=unwidened_prefills,
             tiers=tiers,
             sparse=sparse,
             draining=draining,

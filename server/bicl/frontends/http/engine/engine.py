@@ -220,6 +220,7 @@ class Engine:
                 draining=self._draining,
                 healthy=self._thread is not None and self._thread.is_alive(),
                 graph_misses=graphs.misses if graphs is not None else 0,
+                unwidened_prefills=self._runner.unwidened_prefills,
                 tiers=TierStats() if self._tiers is None else self._tiers.stats(),
                 sparse=SparseStats() if self._sparse is None else self._sparse.stats(),
             )

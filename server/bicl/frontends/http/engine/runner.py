@@ -58,6 +58,7 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, config: EngineConfig, num_pages: int) -> None:
         self.device = loaded.device
         self.backend: AttentionBackend = make_backend(self.device)
+        self._kernels = [self.backend]
         self.page_size = config.page_size
         group = group_pages(loaded, config, num_pages)
         layouts = page_layouts(loaded, config)
@@ -66,9 +67,9 @@ class ModelRunner:
         self.compact: CompactBackend | None = None
         if config.compact:
             assert config.hysparse is not None
+            self._kernels.append(make_backend(self.device))
             self.backend = self.compact = CompactBackend(
-                self.backend,
-                make_backend(self.device),
+                *self._kernels,
                 {number: self.pool.layers[number] for number in group},
                 SelectionRule.of(config.hysparse, config.page_size),
             )
@@ -96,6 +97,11 @@ class ModelRunner:
             self.graphs = DecodeGraphs(
                 self._model, self.backend, config, self.pool, loaded.dtype, self.clock
             )
+
+    @property
+    def unwidened_prefills(self) -> int:
+        """See ``EngineStats``."""
+        return sum(getattr(backend, "unwidened_prefills", 0) for backend in self._kernels)
 
     def admit(self, sequence: Sequence) -> None:
         """A sequence took over row ``sequence.row`` of the page table."""

@@ -141,9 +141,11 @@ def num_pages(loaded: LoadedModel, config: EngineConfig) -> int:
 
 
 def _widening_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
-    """What prefills over fp8 pages take beside the pool, once for all layers."""
+    """What prefills over fp8 pages take beside the pool, once for all layers of a page group."""
     dtype = config.kv_dtype or loaded.dtype
-    return ROOM_BYTES if loaded.device.type == "cuda" and dtype.itemsize == 1 else 0
+    if loaded.device.type != "cuda" or dtype.itemsize != 1:
+        return 0
+    return ROOM_BYTES * (2 if config.compact else 1)
 
 
 def _whole_request_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
