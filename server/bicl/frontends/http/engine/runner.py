@@ -67,9 +67,11 @@ class ModelRunner:
         self.compact: CompactBackend | None = None
         if config.compact:
             assert config.hysparse is not None
-            self._kernels.append(make_backend(self.device))
+            full, kept = self.backend, make_backend(self.device)
+            self._kernels.append(kept)
             self.backend = self.compact = CompactBackend(
-                *self._kernels,
+                full,
+                kept,
                 {number: self.pool.layers[number] for number in group},
                 SelectionRule.of(config.hysparse, config.page_size),
             )
