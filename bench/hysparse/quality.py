@@ -97,6 +97,10 @@ def measure(options: argparse.Namespace, turn: Any) -> list[str]:
         presses = {} if options.no_presses else load_presses()
     except ImportError as error:
         missing.append(f"kvpress ({error})")
+    presses = {name: presses[name] for name in options.presses or presses if presses}
+    if options.memory:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.memory * 2**30 / whole)
     torch.set_float32_matmul_precision("high" if options.device != "cpu" else "medium")
     model = load_model(options.model, options.device)
     fitted = [load_gate(path) for path in options.gate]
@@ -214,8 +218,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prefixes", type=int, nargs="+", default=LENGTHS, help="of perplexity")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of task contexts")
     parser.add_argument("--no-presses", action="store_true")
+    parser.add_argument("--presses", nargs="+", help="names; default: all that are comparable")
     parser.add_argument("--only", choices=["perplexity", "tasks"])
     parser.add_argument("--processes", type=int, default=1, help="that share the device")
+    parser.add_argument("--memory", type=float, help="most GiB of the GPU that each may take")
     options = parser.parse_args(argv)
     options.deadline = time.time() + options.seconds
     options.round_numbers = range(options.first_round, options.first_round + options.rounds)
