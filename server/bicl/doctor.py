@@ -74,7 +74,8 @@ def print_report(report: Report, *, as_json: bool) -> None:
     """One line a finding, or one JSON object."""
     if as_json:
         findings = [asdict(finding) for finding in report.findings]
-        entry = {"version": bicl.__version__, "usable": report.usable, "findings": findings}
+        entry = {"version": bicl.__version__, "door": report.door, "usable": report.usable}
+        entry["findings"] = findings
         print(json.dumps(entry, indent=2))
         return
     console = Console(highlight=False, soft_wrap=True)

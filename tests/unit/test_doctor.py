@@ -26,6 +26,7 @@ def test_every_part_of_the_machine_is_examined_on_one_line_each() -> None:
 def test_json_carries_the_same_findings() -> None:
     result = CliRunner().invoke(cli.app, ["doctor", "--json"])
     report = json.loads(result.output)
+    assert report["door"] == "bicl serve"
     assert report["usable"] is True
     assert len(report["findings"]) == len(doctor.CHECKS)
     assert set(report["findings"][0]) == {"name", "verdict", "text", "remedy"}

@@ -57,9 +57,9 @@ def check_packages() -> Finding:
 
 def judge_overlay(package: Path) -> Finding:
     """Whether the shards would start with our cache."""
-    if is_set("BICL_DISABLE", os.environ.get("BICL_DISABLE", "")):
-        return Finding("overlay", Verdict.WARN, f"BICL_DISABLE is set; {STOCK}", "unset it")
     try:
+        if is_set("BICL_DISABLE", os.environ.get("BICL_DISABLE", "")):
+            return Finding("overlay", Verdict.WARN, f"BICL_DISABLE is set; {STOCK}", "unset it")
         release = verify(installed.site_packages(os.environ), find_patches(), package)
     except ConfigError as error:
         return Finding("overlay", Verdict.FAIL, str(error))

@@ -100,6 +100,8 @@ def test_a_missing_package_is_named(image: Image, monkeypatch: pytest.MonkeyPatc
 def test_switched_off_it_says_that_stock_runs(
     image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("BICL_DISABLE", "yes")
+    assert "BICL_DISABLE is 'yes'; use 1 or 0" in report()[1]
     monkeypatch.setenv("BICL_DISABLE", "1")
     code, text = report()
     assert code == 0
