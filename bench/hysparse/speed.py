@@ -88,12 +88,12 @@ def layer_row(
         SparseBackend(dense, config, make_indexes({0: layer}, INDEX, layout.dtype))
         for _ in range(copies)
     ]
+    sparsity = torch.full((batch,), config.sparsity_ratio, device="cuda")
     for backend in backends:
         backend.index_pages(0, torch.arange(layer.num_pages, device="cuda"))
-        backend.plan(sequences.metadata(PAGE)[0])
+        backend.plan(replace(sequences.metadata(PAGE)[0], sparsity=sparsity))
     key, value = torch.randn(2, batch, MAIN_HEADS.kv, HEAD_DIM, device="cuda").bfloat16()
     out = torch.empty_like(sequences.query)
-    sparsity = torch.full((batch,), config.sparsity_ratio, device="cuda")
     metas = [_storing(meta, sparsity) for meta in sequences.metadata(PAGE)]
     sparse = [(backend, meta) for backend in backends for meta in metas]
     chosen = [_selected(backends[0], sequences.query, meta) for meta in metas]

@@ -1,7 +1,8 @@
 // From each query head's scores to one key a page: each head's softmax over all pages that count, added over the group.
 //
-// A warp normalises its own pages first, as soon as it has scored them, and tells every CTA of the cluster its greatest
-// score and its sum; one barrier of the cluster later each warp knows the factor of its own.
+// A warp normalises its own pages first, as soon as it has scored them. Sums go from the warps to their CTA and from
+// there to every CTA of the cluster; one barrier of the cluster later each warp knows the factor of its own. Loops stay
+// rolled: a CTA runs through all this once, and waits for its instructions more than for anything else.
 #pragma once
 
 #include "tiles_cta.cuh"
@@ -10,6 +11,7 @@ namespace bicl::sparse {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
+template <bool kPlain>
 class Agreement {
  public:
   __device__ __forceinline__ explicit Agreement(const TilesContext& c)
@@ -18,12 +20,12 @@ class Agreement {
   // In place of scoring: from memory.
   __device__ __forceinline__ void read_scores() const {
 #pragma unroll 1
-    for (int first = 0; first < c_.k.group; first += kHeads) {
+    for (int first = 0; first < rows(); first += kHeads) {
       const int query_head = first + head_;
       if (query_head >= c_.k.group) continue;
       float* scores = c_.own_scores(query_head) + place_;
       const float* source = c_.scores_of(query_head) + place_;
-#pragma unroll 4
+#pragma unroll 1
       for (int turn = 0; c_.octets.first_page(turn) < c_.count; ++turn) {
         const int page = c_.octets.first_page(turn);
         if (page + place_ < c_.count) scores[kOctet * turn] = source[page] * kLog2e;
@@ -35,10 +37,17 @@ class Agreement {
   // Scores to exp(score - the warp's greatest), and the factor that makes them a softmax over all pages.
   __device__ __forceinline__ void normalise() const {
 #pragma unroll 1
-    for (int first = 0; first < c_.k.group; first += kHeads) send_stats(first + head_);
-    c_.peers.exchange();
+    for (int first = 0; first < rows(); first += kHeads) put_sum(first + head_);
+    __syncthreads();
+    if (c_.peers.count > 1) {
+      if (c_.warp == 0) {
 #pragma unroll 1
-    for (int first = 0; first < c_.k.group; first += kHeads) put_factor(first + head_);
+        for (int first = 0; first < rows(); first += kHeads) send_sum(first + head_);
+      }
+      c_.peers.exchange();
+    }
+#pragma unroll 1
+    for (int first = 0; first < rows(); first += kHeads) put_factor(first + head_);
     __syncwarp();
   }
 
@@ -65,6 +74,9 @@ class Agreement {
  private:
   static constexpr int kHeads = 32 / kOctet;  // a lane has a head and a place in an octet
 
+  // Of the group, in steps of kHeads.
+  __device__ __forceinline__ int rows() const { return kPlain ? kHeads : c_.k.group; }
+
   // Over the lanes of a head.
   static __device__ __forceinline__ float head_max(float value) {
 #pragma unroll
@@ -77,44 +89,55 @@ class Agreement {
     return value;
   }
 
-  __device__ __forceinline__ void send_stats(int query_head) const {
-    const int end = query_head < c_.k.group ? c_.end_counted - place_ : 0;  // of first_page
+  // The warp's own, as a logarithm; its greatest score stands in for the factor until the sum of all is known.
+  __device__ __forceinline__ void put_sum(int query_head) const {
+    const bool is_own = query_head < c_.k.group;
+    const int end = is_own ? c_.end_counted - place_ : 0;  // of first_page
     float* scores = c_.own_scores(query_head) + place_;
-    float most = -INFINITY, sum = 0.f;
-#pragma unroll 4
+    float most = kLeast, sum = 0.f;
+#pragma unroll 1
     for (int turn = 0; c_.octets.first_page(turn) < end; ++turn) most = fmaxf(most, scores[kOctet * turn]);
     most = head_max(most);
-#pragma unroll 4
+#pragma unroll 1
     for (int turn = 0; c_.octets.first_page(turn) < end; ++turn) {
       const float weight = ptx::exp2_approx(scores[kOctet * turn] - most);
       scores[kOctet * turn] = weight;
       sum += weight;
     }
     sum = head_sum(sum);
-    if (query_head < c_.k.group && place_ < c_.peers.count)
-      c_.peers.send(stats_of(query_head) + c_.octets.worker, most, sum, place_);
+    if (!is_own || place_ > 0) return;
+    warp_sums(query_head)[c_.warp] = most + __log2f(sum);
+    factors()[query_head] = most;
+  }
+
+  // The CTA's, to every CTA.
+  __device__ __forceinline__ void send_sum(int query_head) const {
+    const bool is_own = query_head < c_.k.group;
+    const float all = together(warp_sums(is_own ? query_head : 0), c_.k.warps);
+    if (is_own && place_ < c_.peers.count) c_.peers.send(cta_sums(query_head) + c_.peers.rank, all, place_);
   }
 
   __device__ __forceinline__ void put_factor(int query_head) const {
-    const bool is_own = query_head < c_.k.group;
-    const float2* stats = stats_of(is_own ? query_head : 0);
-    float most = -INFINITY, all = 0.f;
-#pragma unroll 4
-    for (int w = place_; w < c_.octets.workers; w += kOctet) most = fmaxf(most, stats[w].x);
-    most = head_max(most);
-#pragma unroll 4
-    for (int w = place_; w < c_.octets.workers; w += kOctet)
-      all += stats[w].x == -INFINITY ? 0.f : stats[w].y * ptx::exp2_approx(stats[w].x - most);
-    all = head_sum(all);
-    if (is_own && place_ == 0)
-      factors()[query_head] = __fdividef(ptx::exp2_approx(stats[c_.octets.worker].x - most), all);
+    const bool is_own = query_head < c_.k.group, is_alone = c_.peers.count == 1;
+    const int known = is_own ? query_head : 0;
+    const float all = together(is_alone ? warp_sums(known) : cta_sums(known), is_alone ? c_.k.warps : c_.peers.count);
+    if (is_own && place_ == 0) factors()[query_head] = ptx::exp2_approx(factors()[query_head] - all);
   }
+
+  // The logarithm of the sum of up to 2 kOctet sums, by the lanes of a head.
+  __device__ __forceinline__ float together(const float* sums, int n) const {
+    const float a = place_ < n ? sums[place_] : -INFINITY;
+    const float b = place_ + kOctet < n ? sums[place_ + kOctet] : -INFINITY;
+    const float most = head_max(fmaxf(fmaxf(a, b), kLeast));
+    return most + __log2f(head_sum(ptx::exp2_approx(a - most) + ptx::exp2_approx(b - most)));
+  }
+  static_assert(kMaxWarps <= 2 * kOctet && kMaxCluster <= kOctet, "together() and send_sum() take them at once");
 
   __device__ __forceinline__ float agreed(int own_place) const {
     const float* scores = c_.own_scores(0) + own_place;
     const int stride = c_.k.row_stride();
     float all = c_.p.combine == Combine::kMax ? -INFINITY : 0.f;
-#pragma unroll 4
+#pragma unroll 1
     for (int h = 0; h < c_.k.group; ++h) {
       const float score = scores[h * stride];
       if (c_.p.combine == Combine::kMax) all = fmaxf(all, score);
@@ -123,9 +146,10 @@ class Agreement {
     return all;
   }
 
-  __device__ __forceinline__ float2* stats_of(int query_head) const {
-    return c_.shared.stats + query_head * TilesShared::kStatStride;
+  __device__ __forceinline__ float* warp_sums(int query_head) const {
+    return c_.shared.sums + query_head * TilesShared::kSumStride;
   }
+  __device__ __forceinline__ float* cta_sums(int query_head) const { return warp_sums(query_head) + kMaxWarps; }
   __device__ __forceinline__ float* factors() const { return c_.shared.factors + c_.warp * c_.k.group; }
 
   const TilesContext& c_;

@@ -59,7 +59,8 @@ inline void index_pages_api(TensorView pages, TensorView records, TensorView slo
 
 // store_kv of one token a sequence, and index_pages, in one launch.
 inline void store_and_index_api(TensorView key, TensorView value, TensorView pages, TensorView records,
-                                TensorView slots, int64_t page_size, double k_scale, double v_scale, bool pdl) {
+                                TensorView slots, int64_t page_size, double k_scale, double v_scale, bool pdl,
+                                bool choice_follows) {
   const StoreKvParams p = store_params(key, value, pages, slots, page_size, k_scale, v_scale, pdl);
   const int device = pages.device().device_id;
   const PageIndex index = index_of(records, p.pages, p.head_dim, device);
@@ -67,21 +68,21 @@ inline void store_and_index_api(TensorView key, TensorView value, TensorView pag
       << "key must be float16 or bfloat16";
   BICL_CHECK(p.num_tokens < 65536 && p.pages.num_kv_heads < 65536) << "too many tokens for a decode step";
   DeviceGuard guard(device);
-  store_and_index(p, index, current_stream(device));
+  store_and_index(p, index, choice_follows, current_stream(device));
 }
 
 // rotate_and_store of one token a sequence, and index_pages, in one launch. False, and then nothing was done, where
 // those do not fit or a KV head's query heads are not whole.
 inline bool rotate_store_and_index_api(TensorView query, TensorView key, TensorView value, TensorView cos,
                                        TensorView sin, TensorView pages, TensorView records, TensorView slots,
-                                       int64_t page_size, bool pdl) {
+                                       int64_t page_size, bool pdl, bool choice_follows) {
   const auto p = rotate_and_store_params(query, key, value, cos, sin, pages, slots, page_size, pdl);
   if (!p || p->num_q_heads % p->store.pages.num_kv_heads != 0) return false;
   const int device = pages.device().device_id;
   const PageIndex index = index_of(records, p->store.pages, p->store.head_dim, device);
   BICL_CHECK(p->store.num_tokens < 65536 && p->store.pages.num_kv_heads < 65536) << "too many tokens for a decode step";
   DeviceGuard guard(device);
-  rotate_store_and_index(*p, index, current_stream(device));
+  rotate_store_and_index(*p, index, choice_follows, current_stream(device));
   return true;
 }
 
@@ -209,8 +210,8 @@ inline void select_tiles_api(TensorView selected, TensorView selected_seqlens, O
   select_tiles(p, device, current_stream(device));
 }
 
-// Both at once. pdl: 0 off; 1: the kernel ahead writes nothing that is read but the query and the newest pages'
-// index; 2: it may write anything.
+// Both at once. pdl: 0 off; 1: the kernel ahead, and the one ahead of that, write nothing that is read but the query and
+// the newest pages' index; 2: they may write anything.
 inline void choose_tiles_api(TensorView selected, TensorView selected_seqlens, Optional<TensorView> positions,
                              TensorView query, TensorView records, TensorView weights, TensorView page_table,
                              TensorView cache_seqlens, TensorView sparsity, double share, int64_t page_size,

@@ -242,9 +242,7 @@ __device__ __forceinline__ void index_page(const Pages& pages, const PageIndex& 
 template <typename Stored>
 __global__ void __launch_bounds__(kIndexThreads)
     index_pages_kernel(const __grid_constant__ IndexPagesParams p, int tokens) {
-  ptx::grid_dependency_wait();
-  // Only now: what is launched behind this one may read all that this one's predecessors wrote.
-  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();  // and nobody is let in sooner than this ends: a choice of pages may read the index early
   extern __shared__ __align__(16) char keys[];
   __shared__ ClusterScratch scratch;
   for_completed(p, blockIdx.x * tokens, tokens,
@@ -255,7 +253,8 @@ __global__ void __launch_bounds__(kIndexThreads)
 // Grid: (tokens, KV heads).
 template <typename In, typename Stored>
 __global__ void __launch_bounds__(kIndexThreads)
-    store_and_index_kernel(const __grid_constant__ StoreKvParams p, const PageIndex index, bool vectors) {
+    store_and_index_kernel(const __grid_constant__ StoreKvParams p, const PageIndex index, bool vectors, bool choice_follows) {
+  if (choice_follows) ptx::grid_launch_dependents();  // which waits by itself for what this one's predecessor wrote
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();  // as in store_kv_kernel
   extern __shared__ __align__(16) char keys[];
@@ -285,7 +284,8 @@ __global__ void __launch_bounds__(kIndexThreads)
 template <typename T>
 __global__ void __launch_bounds__(kIndexThreads)
     rotate_store_and_index_kernel(const __grid_constant__ RotateAndStoreParams p, const PageIndex index,
-                                  const FastDiv pairs) {
+                                  const FastDiv pairs, bool choice_follows) {
+  if (choice_follows) ptx::grid_launch_dependents();  // as above
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();  // as in store_kv_kernel
   extern __shared__ __align__(16) char keys[];

@@ -16,14 +16,17 @@ namespace sparse {
 namespace {
 
 template <int kCentroids>
-KernelRef scoring_kernel(Work work) {
-  return work == Work::kScore ? kernel_ref<tiles_kernel<kCentroids, Work::kScore>>()
-                              : kernel_ref<tiles_kernel<kCentroids, Work::kChoose>>();
+KernelRef scoring_kernel(Work work, bool plain) {
+  if (work == Work::kScore) return kernel_ref<tiles_kernel<kCentroids, Work::kScore, false>>();
+  return plain ? kernel_ref<tiles_kernel<kCentroids, Work::kChoose, true>>()
+               : kernel_ref<tiles_kernel<kCentroids, Work::kChoose, false>>();
 }
 
-KernelRef tiles_kernel_for(Work work, int centroids) {
-  if (work == Work::kSelect) return kernel_ref<tiles_kernel<2, Work::kSelect>>();
-  return centroids == 2 ? scoring_kernel<2>(work) : centroids == 4 ? scoring_kernel<4>(work) : scoring_kernel<8>(work);
+KernelRef tiles_kernel_for(Work work, int centroids, bool plain) {
+  if (work == Work::kSelect) return kernel_ref<tiles_kernel<2, Work::kSelect, false>>();
+  return centroids == 2   ? scoring_kernel<2>(work, plain)
+         : centroids == 4 ? scoring_kernel<4>(work, plain)
+                          : scoring_kernel<8>(work, plain);
 }
 
 // Raises the kernel's limit of dynamic shared memory, once a kernel and card.
@@ -74,10 +77,9 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   k.steps = (p.index.row_bytes + 4 * kPieceBytes - 1) / (4 * kPieceBytes);
   k.heads = FastDiv(p.num_kv_heads);
   k.page_log2 = p.page_size == 64 ? 6 : 5;
-  const KernelRef kernel = tiles_kernel_for(work, p.index.centroids);
+  const KernelRef kernel = tiles_kernel_for(work, p.index.centroids, k.blocks == 1 && k.steps == 1);
   allow(kernel, device, info);
   LaunchConfig config;
-  config.block = dim3(kThreads);
   config.pdl = k.p.pdl;
   config.stream = stream;
   const int pairs = p.sequences.batch * p.num_kv_heads;
@@ -85,11 +87,13 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   // Four pages of the ring lie in all banks.
   const int chunks = p.index.centroids * p.index.row_bytes / kPieceBytes;
   k.page_stride = (chunks + (12 - chunks % 8) % 8) * kPieceBytes;
-  const auto split = [&](int splits) {
+  const auto split = [&](int splits, int warps = kMaxWarps) {
     k.splits = FastDiv(splits);
-    const auto turns = [&](int warps) { return (octets + warps - 1) / warps; };
+    k.warps = warps;
+    config.block = dim3(32 * warps);
+    const auto turns = [&](int workers) { return (octets + workers - 1) / workers; };
     // A CTA that chooses alone among few pages has two turns at most.
-    k.warp_pages = kOctet * std::max(turns(splits * kWarps), std::min(2, turns(kWarps)));
+    k.warp_pages = kOctet * std::max(turns(splits * warps), std::min(2, turns(warps)));
     config.cluster = work == Work::kChoose ? splits : 1;
     config.grid = dim3(pairs * splits);
     k.stages_log2 = info.major < 9 ? -1 : 2;  // as many stages as fit
@@ -100,18 +104,27 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   };
   bool fits = false;
   if (work == Work::kScore) {
-    const int most = (octets + 2 * kWarps - 1) / (2 * kWarps);
+    const int most = (octets + 2 * kMaxWarps - 1) / (2 * kMaxWarps);
     fits = split(std::max(1, std::min(most, 2 * p.num_sms / pairs)));
   } else if (work == Work::kSelect || info.major != 9) {
     fits = split(1);
   } else if (p.force_cluster) {
     fits = split(p.force_cluster);
   } else {
-    // As many CTAs a cluster as run at once and have an octet for each warp. A long sequence's scores may need more.
-    int splits = kMaxCluster;
-    while (splits > 1 && splits * kWarps > octets) splits /= 2;
-    while (splits > 1 && !(split(splits) && active_clusters(kernel, config, device) >= pairs)) splits /= 2;
-    while (!(fits = split(splits)) && splits < kMaxCluster) splits *= 2;
+    const auto runs_at_once = [&](int splits, int warps) {
+      return split(splits, warps) && active_clusters(kernel, config, device) >= pairs;
+    };
+    // Small CTAs are quicker where there are enough of them for all octets.
+    int splits = 1;
+    while (splits < kMaxCluster && splits * kMinWarps < octets) splits *= 2;
+    fits = splits * kMinWarps >= octets && runs_at_once(splits, kMinWarps);
+    // Else as many CTAs a cluster as run at once and have an octet for each warp. A long sequence's scores may need more.
+    if (!fits) {
+      splits = kMaxCluster;
+      while (splits > 1 && splits * kMaxWarps > octets) splits /= 2;
+      while (splits > 1 && !runs_at_once(splits, kMaxWarps)) splits /= 2;
+      while (!(fits = split(splits)) && splits < kMaxCluster) splits *= 2;
+    }
   }
   if (!fits)
     throw std::runtime_error("sparse_select: page tables of " + std::to_string(p.max_pages) + " pages with " +
@@ -122,13 +135,13 @@ void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
 }
 
 template <typename In, typename Stored>
-void run_store_and_index(const StoreKvParams& p, const PageIndex& index, const LaunchConfig& config) {
+void run_store_and_index(const StoreKvParams& p, const PageIndex& index, bool choice_follows, const LaunchConfig& config) {
   const auto aligned = [](const void* data, int64_t token_stride, int64_t head_stride) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0;
   };
   const bool vectors = aligned(p.key, p.key_token_stride, p.key_head_stride) &&
                        aligned(p.value, p.value_token_stride, p.value_head_stride);
-  launch<store_and_index_kernel<In, Stored>>(config, p, index, vectors);
+  launch<store_and_index_kernel<In, Stored>>(config, p, index, vectors, choice_follows);
 }
 
 }  // namespace
@@ -155,7 +168,7 @@ void index_pages(const IndexPagesParams& p, cudaStream_t stream) {
   }
 }
 
-void store_and_index(const StoreKvParams& p, const PageIndex& index, cudaStream_t stream) {
+void store_and_index(const StoreKvParams& p, const PageIndex& index, bool choice_follows, cudaStream_t stream) {
   if (p.num_tokens == 0) return;
   LaunchConfig config;
   config.grid = dim3(p.num_tokens, p.pages.num_kv_heads);
@@ -165,19 +178,20 @@ void store_and_index(const StoreKvParams& p, const PageIndex& index, cudaStream_
   config.stream = stream;
   const bool bf16 = p.input_dtype == DType::kBFloat16;
   switch (p.pages.dtype) {
-    case DType::kFloat16: return run_store_and_index<__half, __half>(p, index, config);
-    case DType::kBFloat16: return run_store_and_index<__nv_bfloat16, __nv_bfloat16>(p, index, config);
+    case DType::kFloat16: return run_store_and_index<__half, __half>(p, index, choice_follows, config);
+    case DType::kBFloat16: return run_store_and_index<__nv_bfloat16, __nv_bfloat16>(p, index, choice_follows, config);
     case DType::kFloat8E4M3:
-      return bf16 ? run_store_and_index<__nv_bfloat16, __nv_fp8_e4m3>(p, index, config)
-                  : run_store_and_index<__half, __nv_fp8_e4m3>(p, index, config);
+      return bf16 ? run_store_and_index<__nv_bfloat16, __nv_fp8_e4m3>(p, index, choice_follows, config)
+                  : run_store_and_index<__half, __nv_fp8_e4m3>(p, index, choice_follows, config);
     case DType::kFloat8E5M2:
-      return bf16 ? run_store_and_index<__nv_bfloat16, __nv_fp8_e5m2>(p, index, config)
-                  : run_store_and_index<__half, __nv_fp8_e5m2>(p, index, config);
+      return bf16 ? run_store_and_index<__nv_bfloat16, __nv_fp8_e5m2>(p, index, choice_follows, config)
+                  : run_store_and_index<__half, __nv_fp8_e5m2>(p, index, choice_follows, config);
     default: throw std::runtime_error("store_and_index: pages must be float16, bfloat16 or fp8");
   }
 }
 
-void rotate_store_and_index(const RotateAndStoreParams& p, const PageIndex& index, cudaStream_t stream) {
+void rotate_store_and_index(const RotateAndStoreParams& p, const PageIndex& index, bool choice_follows,
+                            cudaStream_t stream) {
   const StoreKvParams& s = p.store;
   if (s.num_tokens == 0) return;
   LaunchConfig config;
@@ -187,8 +201,10 @@ void rotate_store_and_index(const RotateAndStoreParams& p, const PageIndex& inde
   config.pdl = s.pdl;
   config.stream = stream;
   const FastDiv pairs(s.head_dim * element_bytes(s.pages.dtype) / (2 * kChunkBytes));
-  if (s.pages.dtype == DType::kFloat16) launch<rotate_store_and_index_kernel<__half>>(config, p, index, pairs);
-  else launch<rotate_store_and_index_kernel<__nv_bfloat16>>(config, p, index, pairs);
+  if (s.pages.dtype == DType::kFloat16)
+    launch<rotate_store_and_index_kernel<__half>>(config, p, index, pairs, choice_follows);
+  else
+    launch<rotate_store_and_index_kernel<__nv_bfloat16>>(config, p, index, pairs, choice_follows);
 }
 
 void score_tiles(const TilesParams& p, int device, cudaStream_t stream) {

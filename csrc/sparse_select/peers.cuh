@@ -45,8 +45,8 @@ struct Peers {
 #endif
     *target = make_uint2(x, y);
   }
-  __device__ __forceinline__ void send(float2* target, float x, float y, int to) const {
-    send(reinterpret_cast<uint2*>(target), __float_as_uint(x), __float_as_uint(y), to);
+  __device__ __forceinline__ void send(float* target, float value, int to) const {
+    send(reinterpret_cast<uint32_t*>(target), __float_as_uint(value), to);
   }
 
   // Everybody waits for everybody.

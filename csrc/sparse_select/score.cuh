@@ -9,15 +9,14 @@
 
 namespace bicl::sparse {
 
-constexpr float kLeast = -1e30f;  // of a page whose centroids stand for nothing
-
 // Of all but the rows of centroids 2 t and 2 t + 1 of a page, t = lane % 4; the last lanes have none where there are few.
 struct Remainder {
   uint2 affine;     // a and b of each
   uint32_t facts;   // keys of each, and their spread
 };
 
-template <int kCentroids, Work kWork>
+// kPlain: a group of at most four query heads, and rows of at most 128 elements.
+template <int kCentroids, Work kWork, bool kPlain>
 class Scorer {
  public:
   __device__ __forceinline__ explicit Scorer(const TilesContext& c) : c_(c), rows_(c) {}
@@ -32,10 +31,15 @@ class Scorer {
   template <typename Meanwhile>
   __device__ __forceinline__ void run(int32_t entry, const Meanwhile& meanwhile) const {
     rows_.start();
-    fetch();
+    fetch_weights();
     Entries entries = {page_of(0) < c_.end_counted ? entry : -1, entry_at(kTurns), 0};
-    for (int turn = 0; turn < rows_.ahead(); ++turn) ask(entries, turn);
+    // The other rows stay behind the queries: memory that is busy with them answers after microseconds.
+    if (rows_.ahead() > 0) ask(entries, 0);
     Part next = load_part(entries, 0);
+    if (c_.p.pdl) ptx::grid_dependency_wait();
+    fetch_queries();
+#pragma unroll 1
+    for (int turn = 1; turn < rows_.ahead(); ++turn) ask(entries, turn);
     prepare();
     meanwhile();
 #pragma unroll 1
@@ -46,7 +50,7 @@ class Scorer {
       rows_.wait(turn);
       PagePieces<kCentroids> pieces;
       rows_.load(pieces, turn, 0, part.record);
-      const bool is_loaded = c_.k.steps == 1;
+      const bool is_loaded = steps() == 1;
       if (is_loaded) ask(entries, turn + rows_.ahead());
       score(pieces, part, turn);
       if (!is_loaded) ask(entries, turn + rows_.ahead());
@@ -56,6 +60,9 @@ class Scorer {
 
  private:
   static constexpr int kTurns = 32 / kOctet;  // whose entries a warp reads at once
+
+  __device__ __forceinline__ int blocks() const { return kPlain ? 1 : c_.k.blocks; }
+  __device__ __forceinline__ int steps() const { return kPlain ? 1 : c_.k.steps; }
 
   // Of the page table: of the kTurns turns that are under way and of those behind them; -1 where there is nothing to score.
   struct Entries {
@@ -95,12 +102,12 @@ class Scorer {
 
   __device__ __forceinline__ void score(PagePieces<kCentroids>& pieces, const Part& part, int turn) const {
 #pragma unroll 1
-    for (int block = 0; block < c_.k.blocks; ++block) {
+    for (int block = 0; block < blocks(); ++block) {
       int acc[kCentroids / 2][4] = {};
 #pragma unroll 1
-      for (int step = 0; step < c_.k.steps; ++step) {
-        if (c_.k.steps > 1 && block + step > 0) rows_.load(pieces, turn, step, part.record);
-        multiply(acc, pieces, c_.shared.vectors + (block * c_.k.steps + step) * 64, c_.lane);
+      for (int step = 0; step < steps(); ++step) {
+        if (steps() > 1 && block + step > 0) rows_.load(pieces, turn, step, part.record);
+        multiply(acc, pieces, c_.shared.vectors + (block * steps() + step) * 64, c_.lane);
       }
       put_scores(acc, part.remainder, block * 4, turn);
     }
@@ -114,14 +121,15 @@ class Scorer {
             __ldg(reinterpret_cast<const uint32_t*>(affine + rows * 4 + own * 2))};
   }
 
-  // Small reads go ahead of the rows: behind them, memory answers after microseconds.
-  __device__ __forceinline__ void fetch() const {
+  __device__ __forceinline__ void fetch_weights() const {
     if (threadIdx.x < c_.p.head_dim / 4)
       ptx::cp_async_16(ptx::smem_address(c_.shared.weights + threadIdx.x), c_.p.weights + 4 * threadIdx.x);
-    if (c_.p.pdl) ptx::grid_dependency_wait();
+  }
+
+  __device__ __forceinline__ void fetch_queries() const {
     const int chunks = c_.p.head_dim / 8;
 #pragma unroll 1
-    for (int query_head = c_.warp; query_head < c_.k.group; query_head += kWarps)
+    for (int query_head = c_.warp; query_head < c_.k.group; query_head += c_.k.warps)
       if (c_.lane < chunks)
         ptx::cp_async_16(ptx::smem_address(c_.shared.queries + query_head * chunks + c_.lane),
                          static_cast<const uint16_t*>(c_.p.query) + c_.sequence * c_.p.query_token_stride +
@@ -177,7 +185,7 @@ class Scorer {
   __device__ __forceinline__ void put_queries() const {
     const int words = c_.p.index.row_bytes / 4;
 #pragma unroll 1
-    for (int query_head = c_.warp; query_head < c_.k.group; query_head += kWarps) {
+    for (int query_head = c_.warp; query_head < c_.k.group; query_head += c_.k.warps) {
       float values[8] = {};
       if (c_.lane * 8 < c_.p.head_dim) {
         const float4 weights[2] = {c_.shared.weights[c_.lane * 2], c_.shared.weights[c_.lane * 2 + 1]};
@@ -216,7 +224,7 @@ class Scorer {
       sum = __reduce_add_sync(~0u, sum);
       // Word lane % 4 of piece lane / 4, which is thread t's of the step.
       if (c_.lane < words) {
-        auto* pairs = reinterpret_cast<uint2*>(c_.shared.vectors + (query_head / 4 * c_.k.steps + c_.lane / 16) * 64);
+        auto* pairs = reinterpret_cast<uint2*>(c_.shared.vectors + (query_head / 4 * steps() + c_.lane / 16) * 64);
         uint2* at = pairs + (c_.lane % 4 / 2 * 32 + query_head % 4 * 8 + c_.lane / 4 % 4) * 2 + c_.lane % 2;
         at[0] = make_uint2(columns[0][0], columns[0][1]);
         at[4 * 2] = make_uint2(columns[1][0], columns[1][1]);

@@ -14,7 +14,7 @@
 
 namespace bicl::sparse {
 
-template <int kCentroids, Work kWork>
+template <int kCentroids, Work kWork, bool kPlain>
 class TilesCta {
  public:
   __device__ __forceinline__ TilesCta(const TilesKernelParams& k, char* shared) : c_(k, shared, kWork) {
@@ -26,7 +26,7 @@ class TilesCta {
   }
 
   __device__ __forceinline__ void run(TopKScratch& scratch) {
-    const Scorer<kCentroids, kWork> scorer(c_);
+    const Scorer<kCentroids, kWork, kPlain> scorer(c_);
     if (c_.p.pdl && kWork != Work::kChoose) ptx::grid_launch_dependents();
     if (c_.p.pdl && (c_.p.late_input || kWork == Work::kSelect)) ptx::grid_dependency_wait();
     if (kWork == Work::kChoose) c_.peers.arrive_started();
@@ -37,7 +37,7 @@ class TilesCta {
       keep_all();
       return;
     }
-    if (kWork == Work::kChoose && c_.peers.count > 1 && c_.count <= kAlone) {
+    if (kWork == Work::kChoose && c_.peers.count > 1 && c_.count <= kAloneTurns * kOctet * c_.k.warps) {
       // Little to share: quicker alone than with barriers.
       c_.peers.wait_started();
       if (c_.peers.rank > 0) return;
@@ -47,7 +47,7 @@ class TilesCta {
     const auto fetch = [&] {
       if (kWork != Work::kScore && c_.peers.rank == 0) fetch_table(scratch);
     };
-    const Agreement agreement(c_);
+    const Agreement<kPlain> agreement(c_);
     if (kWork == Work::kSelect) fetch(), agreement.read_scores();
     else scorer.run(entry, fetch);
     if (kWork == Work::kScore) return;
@@ -64,7 +64,7 @@ class TilesCta {
  private:
   __device__ __forceinline__ void share_with(const Peers& peers) {
     c_.peers = peers;
-    c_.octets = {peers.rank * kWarps + c_.warp, peers.count * kWarps};
+    c_.octets = {peers.rank * c_.k.warps + c_.warp, peers.count * c_.k.warps};
   }
 
   __device__ __forceinline__ void read_lengths() {
@@ -86,8 +86,9 @@ class TilesCta {
 
   __device__ __forceinline__ void keep_all() const {
     if (c_.p.pdl) ptx::grid_dependency_wait();  // the kernels ahead may still read what this one writes
+const int threads = c_.peers.count * blockDim.x;
 #pragma unroll 1
-    for (int i = c_.peers.rank * kThreads + threadIdx.x; i < c_.count; i += c_.peers.count * kThreads)
+    for (int i = c_.peers.rank * blockDim.x + threadIdx.x; i < c_.count; i += threads)
       put(i, i, c_.table()[i]);
     put_length();
   }
@@ -95,7 +96,7 @@ class TilesCta {
   // For select(), while others still score.
   __device__ __forceinline__ void fetch_table(TopKScratch& scratch) const {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < c_.count; i += kThreads)
+    for (int i = threadIdx.x; i < c_.count; i += blockDim.x)
       ptx::cp_async_4(ptx::smem_address(c_.shared.pages + i), c_.table() + i);
     ptx::cp_async_commit();
     scratch.clear();
@@ -131,16 +132,16 @@ class TilesCta {
       c_.p.selected_seqlens[c_.sequence] = c_.length - (c_.count - c_.keep) * c_.p.page_size;
   }
 
-  static constexpr int kAlone = 2 * kOctet * kWarps;
+  static constexpr int kAloneTurns = 2;
 
   TilesContext c_;
 };
 
-template <int kCentroids, Work kWork>
-__global__ void __launch_bounds__(kThreads, 1) tiles_kernel(const __grid_constant__ TilesKernelParams params) {
+template <int kCentroids, Work kWork, bool kPlain>
+__global__ void __launch_bounds__(32 * kMaxWarps, 1) tiles_kernel(const __grid_constant__ TilesKernelParams params) {
   extern __shared__ __align__(16) char shared[];
   __shared__ TopKScratch scratch;
-  TilesCta<kCentroids, kWork>(params, shared).run(scratch);
+  TilesCta<kCentroids, kWork, kPlain>(params, shared).run(scratch);
 }
 
 }  // namespace bicl::sparse

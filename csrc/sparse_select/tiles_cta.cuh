@@ -11,9 +11,11 @@ namespace bicl::sparse {
 
 enum class Work { kScore, kSelect, kChoose };
 
+constexpr float kLeast = -1e30f;  // below any score; finite, so that differences stay numbers
+
 // A warp scores eight pages at a time.
 constexpr int kOctet = 8;
-constexpr int kMaxWorkers = kMaxCluster * kWarps;
+constexpr int kMaxWorkers = kMaxCluster * kMaxWarps;
 constexpr int kMaxStages = 4;
 
 struct TilesKernelParams {
@@ -23,6 +25,7 @@ struct TilesKernelParams {
   int group;       // query heads of one KV head
   int blocks;      // of 4 query heads
   int steps;       // of 4 pieces, in a row of the index
+  int warps;       // of a CTA
   int warp_pages;  // room for a warp's scores of a head, a multiple of kOctet
   int page_log2;   // of tokens a page
   int stages_log2; // of a warp's ring of octets; -1: the card has no copy engine
@@ -30,14 +33,14 @@ struct TilesKernelParams {
   TilesParams p;
 
   // Of a head's scores in shared memory; + 8: four heads' octets lie in all banks.
-  __host__ __device__ int row_stride() const { return kWarps * warp_pages + 8; }
+  __host__ __device__ int row_stride() const { return warps * warp_pages + 8; }
   // Of a warp's ring.
   __host__ __device__ int ring_bytes() const { return stages_log2 < 0 ? 0 : page_stride * kOctet << stages_log2; }
 };
 
 // Shared memory beside TopKScratch.
 struct TilesShared {
-  static constexpr int kStatStride = kMaxWorkers + 8;  // + 8: no bank conflicts among heads
+  static constexpr int kSumStride = kMaxWarps + kMaxCluster;  // heads lie in all banks
 
   char* ring;       // [warp][stage][kOctet][page_stride], rows of the index
   uint64_t* barriers;  // [warp][kMaxStages]
@@ -45,7 +48,7 @@ struct TilesShared {
   float4* scales;   // [4 blocks], of the queries' products; sum of their elements; half their squared length; nothing
   uint4* queries;   // [group][head_dim] as they come
   float4* weights;  // [head_dim]
-  float2* stats;    // [group][kStatStride]: greatest score and sum of each warp of the cluster
+  float* sums;      // [group][kSumStride]: logarithms of the CTA's warps' sums, and of the CTAs' of the cluster
   uint2* ranges;    // [kMaxWorkers]: least and greatest key of each
   float* factors;   // [warp][group], of the warp's scores
   float* scores;    // [group][row_stride], each warp's side by side
@@ -63,22 +66,22 @@ struct TilesShared {
   }
   static int bytes(const TilesKernelParams& k, Work work) {
     int bytes = (vector_count(k, work) + query_count(k, work) + weight_count(k, work)) * 16 + k.blocks * 64;
-    if (work != Work::kSelect) bytes += kWarps * (k.ring_bytes() + kMaxStages * 8);
+    if (work != Work::kSelect) bytes += k.warps * (k.ring_bytes() + kMaxStages * 8);
     if (work != Work::kScore)
-      bytes += k.group * (kStatStride * 8 + kWarps * 4 + k.row_stride() * 4) + kMaxWorkers * 8 + k.p.max_pages * 8;
+      bytes += k.group * (kSumStride * 4 + k.warps * 4 + k.row_stride() * 4) + kMaxWorkers * 8 + k.p.max_pages * 8;
     return bytes;
   }
   __device__ __forceinline__ TilesShared(char* base, const TilesKernelParams& k, Work work) {
     ring = base;
-    barriers = reinterpret_cast<uint64_t*>(ring + (work == Work::kSelect ? 0 : kWarps * k.ring_bytes()));
-    vectors = reinterpret_cast<uint4*>(barriers + (work == Work::kSelect ? 0 : kWarps * kMaxStages));
+    barriers = reinterpret_cast<uint64_t*>(ring + (work == Work::kSelect ? 0 : k.warps * k.ring_bytes()));
+    vectors = reinterpret_cast<uint4*>(barriers + (work == Work::kSelect ? 0 : k.warps * kMaxStages));
     queries = vectors + vector_count(k, work);
     weights = reinterpret_cast<float4*>(queries + query_count(k, work));
     scales = reinterpret_cast<float4*>(weights + weight_count(k, work));
-    stats = reinterpret_cast<float2*>(scales + 4 * k.blocks);
-    ranges = reinterpret_cast<uint2*>(stats + k.group * kStatStride);
+    sums = reinterpret_cast<float*>(scales + 4 * k.blocks);
+    ranges = reinterpret_cast<uint2*>(sums + k.group * kSumStride);
     factors = reinterpret_cast<float*>(ranges + kMaxWorkers);
-    scores = factors + k.group * kWarps;
+    scores = factors + k.group * k.warps;
     pages = reinterpret_cast<int32_t*>(scores + k.group * k.row_stride());
     keys = reinterpret_cast<uint32_t*>(pages + k.p.max_pages);
   }

@@ -8,8 +8,7 @@
 
 namespace bicl::sparse {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
+constexpr int kMinWarps = 8, kMaxWarps = 16;  // of a CTA
 constexpr int kBins = 256;
 constexpr uint32_t kAlways = 0xffffffffu;  // key of what is kept whatever its score
 
@@ -24,14 +23,14 @@ struct TopKScratch {
   static constexpr int kRounds = 4;
 
   alignas(16) uint32_t bins[kRounds][kBins];  // a round's own: nobody waits to clear them
-  uint32_t sums[kWarps];
+  uint32_t sums[kMaxWarps];
 
   // All threads; a barrier must follow.
   __device__ __forceinline__ void clear() {
     if (threadIdx.x < kRounds * kBins / 4) reinterpret_cast<uint4*>(bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
   }
 };
-static_assert(TopKScratch::kRounds * kBins <= kThreads * 4, "a thread clears four bins");
+static_assert(TopKScratch::kRounds * kBins <= 32 * kMinWarps * 4, "a thread clears four bins");
 
 // Taken: keys above `key`, and the first `equal` of those equal to it.
 struct Cut {
@@ -78,8 +77,8 @@ __device__ __forceinline__ Cut find_cut(const uint32_t* keys, int begin, int end
 #pragma unroll 1
   for (uint32_t* bins = scratch.bins[0];; bins += kBins) {
     const int shift = max(0, 24 - __clz(high - low));  // 256 bins
-#pragma unroll 2
-    for (int i = begin + threadIdx.x; i < end; i += kThreads) {
+#pragma unroll 1
+    for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
       const uint32_t offset = keys[i] - low;
       if (offset <= high - low) atomicAdd(&bins[offset >> shift], 1);
     }
@@ -97,11 +96,11 @@ __device__ __forceinline__ Cut find_cut(const uint32_t* keys, int begin, int end
 template <typename Take>
 __device__ __forceinline__ void for_each_taken(const uint32_t* keys, int n, const Cut& cut, TopKScratch& scratch,
                                                const Take& take) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int share = (n + kThreads - 1) / kThreads * 32;  // of a warp
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int share = (n + warps - 1) / warps;  // of a warp
   const int begin = min(warp * share, n), end = min(begin + share, n);
   uint32_t counts = 0;  // above the cut; equal to it in the upper half
-#pragma unroll 2
+#pragma unroll 1
   for (int i = begin + lane; i < end; i += 32) counts += (keys[i] > cut.key) + ((keys[i] == cut.key) << 16);
   counts = __reduce_add_sync(~0u, counts);
   if (lane == 0) scratch.sums[warp] = counts;

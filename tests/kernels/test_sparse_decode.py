@@ -122,3 +122,39 @@ def test_the_sparse_backend_indexes_what_it_stores_and_selects(backend: CudaBack
     assert not torch.equal(out[0], dense[0])
     assert torch.equal(out[1], dense[1])
     assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("lengths", [[32768], [4096] * 8, [9000, 700, 20000]], ids=str)
+def test_a_choice_that_starts_before_the_store_sees_this_steps_query(
+    backend: CudaBackend, lengths: list[int]
+) -> None:
+    """From a graph in which the kernel ahead of the store writes the query."""
+    own = indexed_step(backend, lengths, PageLayout(8, 128, torch.bfloat16))
+    last = torch.tensor(lengths).cumsum(0) - 1
+    slots, rows = own.step.slots[last].clone(), (own.step.key[last], own.step.value[last])
+    meta = replace(own.meta, sparsity=everyone(own.meta, 0.65), slot_mapping=slots)
+    queries = torch.randn(4, *own.step.query.shape, device="cuda").bfloat16()
+    query = torch.zeros_like(own.step.query)
+
+    def steps(wrapped: SparseBackend) -> list[torch.Tensor]:
+        outs = []
+        for other in queries:
+            query.copy_(other)
+            wrapped.plan(meta)
+            wrapped.store(own.step.layer, *rows, slots)
+            out = wrapped.run(query, own.step.layer, meta, scale=own.scale)
+            assert isinstance(out, torch.Tensor)
+            outs.append(out)
+        return outs
+
+    truths = steps(sparse_backend(CudaBackend(pdl=False), own))
+    early = sparse_backend(backend, own)
+    steps(early)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = steps(early)
+    for _ in range(20):
+        for out in outs:
+            out.zero_()
+        graph.replay()
+        assert all(torch.equal(out, truth) for out, truth in zip(outs, truths, strict=True))

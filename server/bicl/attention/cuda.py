@@ -88,6 +88,7 @@ class CudaBackend:
         *,
         rotary: Rotary | None = None,
         records: torch.Tensor | None = None,
+        choice_follows: bool = False,
     ) -> None:
         """See ``AttentionBackend.store``. Slots are trusted to lie in the pool.
 
@@ -95,6 +96,7 @@ class CudaBackend:
             records: for a step of one token a sequence: uint8 ``[num_pages, n]``, the index of
                 HySparse (``bicl/sparse/index.py``); rewritten for the pages that this step
                 completes, in the same launch.
+            choice_follows: with ``records``: pages are chosen next, see ``store_and_index``.
         """
         check_no_grad("key", key)
         check_no_grad("value", value)
@@ -104,12 +106,21 @@ class CudaBackend:
             value = value.contiguous()
         try:
             if rotary is not None:
-                rows = (*rotary, key, value, slots)
-                rotate_and_store(layer, *rows, records=records, pdl=self.pdl)
+                rotate_and_store(
+                    layer,
+                    *rotary,
+                    key,
+                    value,
+                    slots,
+                    records=records,
+                    choice_follows=choice_follows,
+                    pdl=self.pdl,
+                )
             elif records is None:
                 store_kv(layer, key, value, slots, pdl=self.pdl)
             else:
-                store_and_index(layer, records, key, value, slots, pdl=self.pdl)
+                early = {"choice_follows": choice_follows, "pdl": self.pdl}
+                store_and_index(layer, records, key, value, slots, **early)
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
         self._stored = (layer.pages, slots)

@@ -58,7 +58,7 @@ class SparseBackend:
         # one sequence, which complete pages together.
         self._overlapping: Any = inner if getattr(inner, "pdl", False) else None
         self._deterministic = bool(getattr(inner, "deterministic", False))
-        self._decodes = False
+        self._decodes = self._chooses = False
         self._mixed: tuple[AttentionMetadata, MixedStep] | None = None
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # pages and slots, last call
         self.rules = {size: SelectionRule.of(config, size) for size in sizes}
@@ -66,6 +66,7 @@ class SparseBackend:
     def plan(self, meta: AttentionMetadata) -> None:
         """See ``AttentionBackend.plan``."""
         self._decodes = meta.max_q == 1
+        self._chooses = self._decodes and self.selects(meta) and meta.keep is None
         self.inner.plan(meta)
 
     def store(
@@ -80,7 +81,8 @@ class SparseBackend:
         """See ``AttentionBackend.store``; pages that this fills enter the index."""
         index = self._by_pages.get(layer.pages.data_ptr())
         if index is not None and self._decodes and self._overlapping is not None:
-            self._overlapping.store(layer, key, value, slots, records=index.vectors, rotary=rotary)
+            extra = {"records": index.vectors, "choice_follows": self._chooses}
+            self._overlapping.store(layer, key, value, slots, rotary=rotary, **extra)
         else:
             self.inner.store(layer, key, value, slots, rotary=rotary)
             if index is not None:

@@ -42,6 +42,7 @@ def rotate_and_store(
     slots: torch.Tensor,
     *,
     records: torch.Tensor | None = None,
+    choice_follows: bool = False,
     pdl: bool = False,
 ) -> None:
     """:func:`rotate`, then ``store_kv`` or ``store_and_index``: in one launch, which leaves ``key``
@@ -49,7 +50,7 @@ def rotate_and_store(
     same.
 
     Args:
-        records: with them ``store_and_index``, which see.
+        records, choice_follows: with records ``store_and_index``, which see.
         pdl: start before the kernel ahead has ended; it is waited for before anything is read.
     """
     rows, where = (query, key, value, cos, sin, layer.pages), (slots, layer.layout.page_size, pdl)
@@ -57,6 +58,7 @@ def rotate_and_store(
         if not library.module().rotate_and_store(*rows, *where):
             rotate(query, key, cos, sin)
             store_kv(layer, key, value, slots, pdl=pdl)
-    elif not library.module().rotate_store_and_index(*rows, records, *where):
+    elif not library.module().rotate_store_and_index(*rows, records, *where, choice_follows):
         rotate(query, key, cos, sin)
-        store_and_index(layer, records, key, value, slots, pdl=pdl)
+        early = {"choice_follows": choice_follows, "pdl": pdl}
+        store_and_index(layer, records, key, value, slots, **early)

@@ -83,6 +83,7 @@ def store_and_index(
     value: torch.Tensor,
     slots: torch.Tensor,
     *,
+    choice_follows: bool = False,
     pdl: bool = False,
 ) -> None:
     """``store_kv`` and ``index_pages`` in one launch, for steps of one token a sequence.
@@ -90,6 +91,8 @@ def store_and_index(
     Args:
         records: uint8 ``[num_pages, n]``, a ``centroids`` index's.
         key, value: ``[B, H, head_dim]``, float16 or bfloat16.
+        choice_follows: the next launch is :func:`choose_tiles` with ``after_store``, which may
+            then start before the kernel ahead of this one has ended.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; the message names them.
@@ -104,6 +107,7 @@ def store_and_index(
         layer.k_scale,
         layer.v_scale,
         pdl,
+        choice_follows,
     )
 
 
@@ -212,8 +216,9 @@ def choose_tiles(
     """``score_tiles`` and ``select_tiles``; on Hopper in one launch, without scores in memory.
 
     Args:
-        after_store: the kernel ahead is this step's ``index_pages`` of this layer: old index rows
-            are read while it still runs.
+        after_store: the kernel ahead is this step's :func:`store_and_index` of this layer: lengths,
+            the page table and the index of old pages are read while it, and with
+            ``choice_follows`` also the kernel ahead of it, still runs.
         deterministic: the choice for a sequence depends on nothing but itself.
         force_cluster: tests and benchmarks.
     """
