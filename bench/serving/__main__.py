@@ -1,6 +1,6 @@
 """Reuse on a GPU: what it costs and what it saves, with an 8B-shaped Llama of random weights.
 
-    python -m bench.serving [--parts sharing,host,misses,reordering] [--out FILE]
+    python -m bench.serving [--parts sharing,host,misses,reordering,side] [--out FILE]
 
 ``--device cpu --shape small`` tries it out where there is no GPU; such numbers mean nothing.
 Parts: :mod:`bench.serving.reordering`, :mod:`bench.serving.host_hits`, :mod:`bench.serving.reuse`.
@@ -64,12 +64,19 @@ def reordering_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterato
         yield from reordering.decode_rows(engine, fitting, rounds=2 * options.rounds)
         shapes = [(1, 2048), (1, 4096)]
         yield from reordering.prefill_rows(engine, shapes, rounds=4 * options.rounds)
-        if options.device.startswith("cuda"):
-            shapes = [(8, 4096), (32, 1024), (32, 4096), (64, 1024), (128, 1024)]
-            steps = [StepShape((1,) * batch, (context - 1,) * batch) for batch, context in shapes]
-            yield from reordering.side_stream_rows(engine, steps, rounds=4 * options.rounds)
-            prefill = StepShape((2048,), (0,))
-            yield from reordering.side_stream_rows(engine, [prefill], rounds=2 * options.rounds)
+
+
+def side_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
+    """Stores on a side stream; only a GPU has one."""
+    if not options.device.startswith("cuda"):
+        return
+    shapes = [(8, 4096), (32, 1024), (32, 4096), (64, 1024), (128, 1024)]
+    steps = [StepShape((1,) * batch, (context - 1,) * batch) for batch, context in shapes]
+    sizes = {"max_batch_size": 1, "max_total_tokens": 4864, "num_pages": 2048}
+    with running(loaded, cuda_graphs=False, max_batch_prefill_tokens=2048, **sizes) as engine:
+        yield from reordering.side_stream_rows(engine, steps, rounds=4 * options.rounds)
+        prefill = StepShape((2048,), (0,))
+        yield from reordering.side_stream_rows(engine, [prefill], rounds=2 * options.rounds)
 
 
 def misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:
@@ -134,6 +141,7 @@ PARTS: dict[str, Callable[[LoadedModel, argparse.Namespace], Iterator[Row]]] = {
     "host": host_part,
     "misses": misses_part,
     "reordering": reordering_part,
+    "side": side_part,
 }
 
 
