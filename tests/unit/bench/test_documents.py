@@ -16,6 +16,7 @@ from bench.tgi import summary as tgi
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
 KERNELS_PAGE = (ROOT / "docs" / "kernels.md").read_text()
+HYSPARSE_PAGE = (ROOT / "docs" / "hysparse.md").read_text()
 ROWS = load_report(ROOT / "bench" / "results" / "kernels-h200.json")["rows"]
 NAMES = {"32768 + 31 x 2048": "skew", "64 x (64 .. 4096)": "mix64"}
 CHUNKS = {
@@ -100,3 +101,19 @@ def test_the_kernels_page_has_the_files_products_with_few_rows() -> None:
         expected = [f"{row['of_cublas']:.2f}" for row in alone]
         expected += [f"{layer['us'][form]:.1f}" for form in ("bicl", "cublas")]
         assert cells == [*expected, f"{layer['of_cublas']:.2f}"], number
+
+
+def test_the_hysparse_page_has_the_files_layer_times() -> None:
+    result = json.loads((ROOT / "bench" / "results" / "hysparse-h200.json").read_text())
+    found = {(row["batch"], row["context"], row["max_k"]): row for row in result["layer"]}
+    told = cells_below(HYSPARSE_PAGE, "| batch x context | tiles read | dense |")
+    assert len(told) == 10
+    for name, tiles, *times, share in told:
+        numbers = [int(number) for number in re.findall(r"\d+", name.replace(",", ""))]
+        row = found[tuple(numbers) if len(numbers) == 3 else (*numbers, 2048)]
+        assert tiles.replace(",", "") == f"{row['kept']} of {row['tiles']}", name
+        gain = f"{row['speedup']:.2f}" + (": served dense" if row["served"] == "dense" else "")
+        assert times == [f"{row['us']['dense']:.1f}", f"{row['us']['sparse']:.1f}", gain], name
+        assert share == f"{row['selection_share']:.0%}".replace("%", " %"), name
+    verdicts = [line.split()[0] for line in result["targets"]]
+    assert f"{verdicts.count('pass')} of {len(verdicts)} targets" in HYSPARSE_PAGE
