@@ -243,6 +243,37 @@ def test_index_bytes_are_those_of_the_index(kind: str) -> None:
     assert index.bytes_per_page == index_bytes(layout, kind, torch.bfloat16)
 
 
+class Overlapping(CpuBackend):
+    """Stores as the CUDA backend is told to, and notes how."""
+
+    pdl = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[bool] = []
+
+    def store(self, *rows: Any, records: Any = None, choice_follows: bool = False, **rest: Any):
+        self.told.append(choice_follows)
+        super().store(*rows, **rest)
+
+
+def test_a_store_is_told_of_a_choice_only_where_one_follows() -> None:
+    """What follows otherwise reads what the kernel ahead of the store may still be writing."""
+    step = decode_step((1000, 333))
+    inner = Overlapping()
+    indexes = make_indexes({0: step.layer}, "bounds", torch.float32)
+    backend = SparseBackend(inner, HySparseConfig(variant="bounds"), indexes)
+    meta = with_sparsity(step, 0.65, 0.65)
+    kept = torch.zeros(2, meta.page_table.shape[1], dtype=torch.bool)
+    chunk = build_step([(7, 70)], step.layer.layout, filled=False).meta
+    row = (step.key[:1], step.value[:1], step.slots[:1])
+    backend.store(step.layer, *row)  # nothing planned
+    for planned in (meta, step.meta, replace(meta, keep=kept), meta, chunk):
+        backend.plan(planned)
+        backend.store(step.layer, *row)
+    assert inner.told == [False, True, False, False, True, False]
+
+
 def test_a_backend_without_operators_is_refused() -> None:
     class Other(CpuBackend):
         name = "tpu"
