@@ -282,24 +282,6 @@ __device__ __forceinline__ int32_t atomic_add_acq_rel(int32_t* address, int32_t 
   return old;
 }
 
-__device__ __forceinline__ int32_t load_acquire(const int32_t* address) {
-  int32_t value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-// Before the copy engine reads from device memory what this thread knows other threads to have stored.
-__device__ __forceinline__ void fence_proxy_async_global() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-// The same without a hint for L2.
-__device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-               "l"(source), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
 // Barrier among `threads` threads of the block; ids 1 to 15.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -20,7 +20,6 @@ class Combiner : protected Queries<T> {
   using Base::is_last;
   using Base::list;
   using Base::peers_done;
-  using Base::rest_ready;
   using Base::result;
   using Base::result_stats;
   using Base::Base;
@@ -48,38 +47,12 @@ class Combiner : protected Queries<T> {
       reinterpret_cast<float2*>(target + T::kHeads * T::kHeadDim)[row] = make_float2(piece.maximum, piece.sum);
   }
 
-  // Whether the CTA behind this one has the rest of the head that this one ends in, `place` its last block here, and has
-  // it ready. If so it is copied to where a kept result would be, and the exchange through the workspace is left out:
-  // the same numbers, sooner. By the producer, while the last blocks are on their way.
-  __device__ __forceinline__ void watch_rest(const Line& line, const Place& place, const Share& share) const {
-    const int rest = place.num_blocks - 1 - place.block;
-    const bool ends_there = rest > 0 && place.block < share.end - share.begin &&
-                            line.owner(place, place.num_blocks - 1) == static_cast<int>(blockIdx.x) + 1;
-    if (lane_ == 0) {
-      const bool ready = ends_there && ptx::load_acquire(counter_of(place)) == rest;
-      rest_ready() = ready;
-      if (ready) {
-        constexpr int kOutBytes = T::kHeads * T::kHeadDim * 4, kStatBytes = T::kHeads * 8;
-        const float* part = partial((blockIdx.x + 1) * 2);
-        ptx::fence_proxy_async_global();
-        ptx::mbarrier_expect_tx(peers_done(), kOutBytes + kStatBytes);
-        ptx::bulk_copy(ptx::smem_address(result()), part, kOutBytes, peers_done());
-        ptx::bulk_copy(ptx::smem_address(result_stats()), part + kOutBytes / 4, kStatBytes, peers_done());
-      }
-    }
-    __syncwarp();
-  }
-
-  __device__ __forceinline__ int32_t* counter_of(const Place& place) const {
-    return p_.counters + place.sequence * k_.heads.divisor + place.head;
-  }
-
   // Counts blocks, so that it does not matter how many CTAs share a head. The counter resets itself. Returns how many
   // parts there are to the CTA that comes last, 0 to the others.
   __device__ __forceinline__ int arrive(const Line& line, const Place& place, int count, int slots) const {
     ptx::named_barrier(kConsumersOnly, T::kConsumers);  // every thread's partials are written
     if (threadIdx.x == T::kConsumers - 32) {
-      int32_t* counter = counter_of(place);
+      int32_t* counter = p_.counters + place.sequence * k_.heads.divisor + place.head;
       const bool last = ptx::atomic_add_acq_rel(counter, count) + count == place.num_blocks;
       if (last) *counter = 0;
       is_last() = last;

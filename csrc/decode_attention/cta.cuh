@@ -57,8 +57,6 @@ class Cta {
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
   __device__ __forceinline__ uint32_t peers_done() const { return full(Shared::kMaxStages); }
   __device__ __forceinline__ int& is_last() const { return *reinterpret_cast<int*>(shared() + Shared::kScalars); }
-  // Whether the rest of the head that this CTA's share ends in was ready; see watch_rest().
-  __device__ __forceinline__ int& rest_ready() const { return (&is_last())[1]; }
   __device__ __forceinline__ uint32_t ring(int stage) const {
     return ptx::smem_address(shared() + Shared::kRing) + stage * T::kStageBytes;
   }

@@ -29,7 +29,6 @@ class DecodeCta : Merger<T> {
   using Base::cluster_part;
   using Base::combine_cluster;
   using Base::combine_line;
-  using Base::counter_of;
   using Base::copy_next_query;
   using Base::copy_query;
   using Base::empty;
@@ -42,11 +41,9 @@ class DecodeCta : Merger<T> {
   using Base::peers_done;
   using Base::push_nothing;
   using Base::query_slot;
-  using Base::rest_ready;
   using Base::ring;
   using Base::start_cluster;
   using Base::wait_peers_started;
-  using Base::watch_rest;
   using typename Base::Target;
   using typename Base::UpcomingQuery;
 
@@ -73,16 +70,16 @@ class DecodeCta : Merger<T> {
     // would hold up that kernel, and the query would wait behind all of them.
     const bool early = planned && (!p_.pdl || p_.late_table);
     int started = 0;  // blocks that are asked for
-    if (producer) {
+    if (!producer) init_barriers();  // it has more to do
+    if (early && producer) {
       if constexpr (T::Loader::kLaneCopies) {
         ptx::named_barrier(kBarriersReady, T::kThreads);
-        if (early) started = start_copies(block, share);
+        started = start_copies(block, share);
       }
-    } else {
-      init_barriers();  // the producer has more to do
+    } else if (early) {
       if constexpr (T::Loader::kLaneCopies) ptx::named_barrier_arrive(kBarriersReady, T::kThreads);
-      if (early && share.begin < share.end) copy_query(share.first.sequence, heads_of(share.first.head), 0);
-      if (early) ptx::cp_async_commit();
+      if (share.begin < share.end) copy_query(share.first.sequence, heads_of(share.first.head), 0);
+      ptx::cp_async_commit();
     }
     if (!planned && T::Loader::kClusters) share.cluster = divider.cluster_share(share, length);
     const bool cluster = T::Loader::kClusters && share.cluster;
@@ -131,7 +128,7 @@ class DecodeCta : Merger<T> {
       ptx::mbarrier_init(full(stage), T::Loader::kFullArrivals);
       ptx::mbarrier_init(empty(stage), 2 * ptx::kWarpArrivals);  // the two warps of the stage's group
     }
-    if (threadIdx.x == T::kConsumers - 1) ptx::mbarrier_init(peers_done(), 1), rest_ready() = 0;
+    if (threadIdx.x == T::kConsumers - 1) ptx::mbarrier_init(peers_done(), 1);
     if constexpr (T::Loader::kClusters) ptx::fence_barrier_init();
     __syncwarp();
   }
@@ -153,7 +150,7 @@ class DecodeCta : Merger<T> {
   __device__ __forceinline__ void produce(const Divider& divider, const Line& line, const Share& share,
                                           BlockSource next, int sequence, int started) {
     typename T::Loader loader;
-    bool waited = !p_.pdl || p_.late_table;
+    bool waited = !p_.pdl;
     int stage = started;
     uint32_t parity = 1;  // the first round finds its stages empty
     if (stage == k_.stages) stage = 0, parity = 0;
@@ -174,9 +171,6 @@ class DecodeCta : Merger<T> {
           ptx::grid_dependency_wait();
           waited = true;
         }
-        if constexpr (T::Loader::kLaneCopies)
-          if (x + turn == share.end - 1 && waited && !share.cluster && !p_.deterministic)
-            watch_rest(line, line.place(share.end - 1, sequence), share);
         loader.template load<T>(block, turn, lane_, p_.pages, ring(stage), full(stage), empty(stage), parity);
         if (++stage == k_.stages) stage = 0, parity ^= 1;
         if (p_.pdl && x - share.begin + turn == max(release, 0)) ptx::grid_launch_dependents();
@@ -222,31 +216,26 @@ class DecodeCta : Merger<T> {
       const int count = min(place.num_blocks - place.block, share.end - x);
       const int step = p_.deterministic ? unit_blocks(place.num_blocks, T::kGroups) : count;
       query.set(query_slot(slot), lane_);
-      bool rest = false;
 #pragma unroll 1
       for (int done = 0, index = 0; done < count; done += step, ++index) {
         const int unit_end = x + min(done + step, count);
         unit(cursor, place, x - place.block, unit_end, query, state);
-        ptx::named_barrier(kConsumersOnly, T::kConsumers);  // merge buffer and query have been read
         const bool last = unit_end == x + count;
         const bool from_start = place.block == 0, whole = count == place.num_blocks;
         // Deterministic units are folded in order; where an earlier CTA began the head, they stay apart.
         Target target{Target::kFinal, from_start && done > 0, static_cast<int>(blockIdx.x) * slots};
         if (cluster) target = {Target::kCluster, false, cluster_part(place.block + done, step)};
         else if (from_start && !last) target.kind = Target::kKeep;
-        else if (!whole && from_start && rest_ready()) target.rest = true;
         else if (!whole) target.kind = Target::kWorkspace, target.slot += from_start ? slots - 1 : index;
+        ptx::named_barrier(kConsumersOnly, T::kConsumers);  // merge buffer and query have been read
         if (last && unit_end < share.end) {  // in a cluster there is no next: the other slots hold results there
           copy_next_query(upcoming, line, share, slot);
           slot = slot + 1 < T::kQuerySlots ? slot + 1 : 0;
           await_query(slot);
         }
         merge(state, place.sequence, heads_of(place.head), target);
-        rest = target.rest;
       }
-      if (rest) {
-        if (threadIdx.x == 0) *counter_of(place) = 0;
-      } else if (!cluster && count < place.num_blocks) {
+      if (!cluster && count < place.num_blocks) {
         if (const int parts = arrive(line, place, count, slots)) combine_line(place, heads_of(place.head), parts);
       }
       x += count;

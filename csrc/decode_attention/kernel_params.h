@@ -19,6 +19,7 @@ struct KernelParams {
   int group;            // query heads of one KV head
   int stages;
   int cluster_log2;     // of the CTAs a cluster; 0: stream-K only
+  int most_cluster_blocks;  // of a head that clusters work on
   int multiple;         // blocks of a sequence are counted in multiples of this: the ring's groups, or 1
   Charge charge;
   int max_units;        // of one head that a cluster has room for in deterministic mode

@@ -159,13 +159,15 @@ Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
   config.pdl = k.p.pdl;
   config.stream = stream;
   const ActiveClusters& active = prepare(*kernel, device, hopper);
-  k.cluster_log2 = 0;
   const int pairs = p.sequences.batch * heads;
-  if (hopper) {
-    int size = cluster_size(pairs, p.sequences.batch, p.num_sms);
-    if (p.force_cluster && p.sequences.batch <= 32) size = p.force_cluster;
-    const int log2 = size == 8 ? 3 : size == 4 ? 2 : size == 2 ? 1 : 0;
-    if (p.force_cluster || active.count[log2] >= pairs) k.cluster_log2 = log2;
+  k.cluster_log2 = 0;
+  k.most_cluster_blocks = most_cluster_blocks(pairs);
+  if (hopper && p.force_cluster && p.sequences.batch <= 32) {
+    const int size = p.force_cluster;
+    k.cluster_log2 = size == 8 ? 3 : size == 4 ? 2 : size == 2 ? 1 : 0;
+    k.most_cluster_blocks = most_cluster_blocks(INT_MAX);
+  } else if (hopper && !p.force_cluster) {
+    k.cluster_log2 = cluster_log2(pairs, p.sequences.batch, p.num_sms, active.count);
   }
   k.stages = ring_stages(*kernel, call.entry_bytes, info.max_shared_bytes, k.cluster_log2);
   if (k.stages == 0)
@@ -177,7 +179,7 @@ Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
   if (k.cluster_log2 > 0) {
     // Uneven lengths leave the work to stream-K, which wants all SMs; a single sequence does so where its units find
     // no room.
-    const bool maybe_uneven = p.sequences.batch > 1 || p.deterministic;
+    const bool maybe_uneven = p.sequences.batch > 1 || p.deterministic || k.most_cluster_blocks < INT_MAX;
     const int spare = maybe_uneven ? std::min(active.count[k.cluster_log2], grid / config.cluster) : 0;
     grid = config.cluster * std::max(pairs, spare);
   }

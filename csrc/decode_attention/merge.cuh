@@ -17,11 +17,8 @@ class Merger : protected Combiner<T> {
   using Base::get_kept;
   using Base::keep;
   using Base::merge_rows;
-  using Base::peers_done;
   using Base::push;
   using Base::put_partial;
-  using Base::result;
-  using Base::result_stats;
   using Base::stats;
   using Base::Base;
 
@@ -30,7 +27,6 @@ class Merger : protected Combiner<T> {
     enum Kind { kFinal, kWorkspace, kCluster, kKeep } kind;
     bool fold;  // onto what was kept
     int slot;   // of the workspace, or the part of the cluster's result
-    bool rest = false;  // fold what watch_rest() copied onto it
   };
 
   // The warps' states to one piece a thread, and on to its target. The merge buffer must be free.
@@ -43,11 +39,6 @@ class Merger : protected Combiner<T> {
         Piece kept = get_kept(v);
         fold(kept, piece.maximum, piece.sum, piece.out);
         piece = kept;
-      }
-      if (target.rest) {
-        ptx::mbarrier_wait(peers_done(), 0);
-        const float2 stat = result_stats()[row];
-        fold(piece, stat.x, stat.y, result()[v]);
       }
       switch (target.kind) {
         case Target::kFinal:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 
 namespace bicl::decode {
 
@@ -22,15 +23,17 @@ inline int stream_k_grid(int pairs, int num_sms) {
   return std::min(even, kMaxGrid);
 }
 
-// CTAs a cluster: few pairs share each among a cluster and combine through distributed shared memory, as long
-// as all clusters fit at once (a second wave costs more than it saves). 1: stream-K.
-inline int cluster_size(int pairs, int batch, int num_sms) {
-  if (num_sms < 128 || batch > 32) return 1;  // a warp reads all lengths
-  if (pairs < 5) return 1;                    // too few CTAs to draw the full bandwidth
-  if (pairs <= 8) return 8;
-  if (pairs <= 16) return 4;
-  if (pairs <= 64) return 2;
-  return 1;
+// CTAs a cluster, as a power of two: few pairs share each among a cluster and combine through distributed shared
+// memory, as long as all clusters fit at once (a second wave costs more than it saves). 0: stream-K.
+// `active[i]`: clusters of 1 << i that the card holds.
+inline int cluster_log2(int pairs, int batch, int num_sms, const int (&active)[4]) {
+  if (num_sms < 128 || batch > 32) return 0;  // a warp reads all lengths
+  for (int log2 = 3; log2 > 0; --log2)
+    if (active[log2] >= pairs) return log2;
+  return 0;
 }
+
+// Blocks of a head beyond which clusters leave the work to stream-K: the CTAs of a few do not draw the full bandwidth.
+inline int most_cluster_blocks(int pairs) { return pairs < 5 ? 256 : INT_MAX; }
 
 }  // namespace bicl::decode

@@ -33,6 +33,7 @@ class Divider {
     if (k_.cluster_log2 == 0) return false;
     const int blocks = visible_span(length, p_.window_left, k_.multiple).num_blocks;
     const int longest = __reduce_max_sync(~0u, blocks);
+    if (longest > k_.most_cluster_blocks) return false;
     const int batch = p_.sequences.batch;
     if (batch > 1 && 4 * longest * batch > 5 * __reduce_add_sync(~0u, blocks)) return false;
     if (p_.deterministic && num_units(longest, k_.multiple) > k_.max_units) return false;  // parts need room

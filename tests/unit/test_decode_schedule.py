@@ -80,6 +80,7 @@ def test_even_batches_get_even_shares(divide) -> None:
     assert set(divide([4096] * 32)) == {128}
     assert set(divide([512] * 256, least=7)) == {128}
     assert set(divide([4096] * 32, end=2, least=0)) == {128}
+    assert set(divide([16384] * 32)) == {512}
 
 
 def test_short_heads_are_charged_as_more(divide) -> None:
@@ -88,6 +89,11 @@ def test_short_heads_are_charged_as_more(divide) -> None:
     plain = divide(lengths, least=1)
     assert shares[0] < plain[0]  # the first CTAs end a head with every block
     assert max(shares) >= max(plain)
+
+
+def test_ctas_within_long_heads_get_less(divide) -> None:
+    shares = divide([64 * 512] + [64 * 32] * 31)
+    assert sum(shares[:40]) < sum(shares) * 40 / 128 < sum(shares[-40:])
 
 
 def test_every_head_may_be_charged_for_its_end(divide) -> None:
