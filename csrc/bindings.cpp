@@ -33,6 +33,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, bicl::gather_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(index_pages, bicl::index_pages_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_prefill, bicl::plan_prefill_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_attention, bicl::prefill_attention_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_uses_wgmma, bicl::prefill_uses_wgmma_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_workspace_bytes, bicl::prefill_workspace_bytes_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, bicl::rms_norm_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_and_store, bicl::rotate_and_store_api);

@@ -29,6 +29,11 @@ inline int64_t prefill_workspace_bytes_api(int64_t num_tokens, int64_t batch, in
   return prefill_workspace_bytes(num_tokens, batch, group, padded_head_dim, device_info(device).num_sms);
 }
 
+// Whether prefill multiplies these pages with wgmma; otherwise with mma.sync, at a quarter to a half of the speed.
+inline bool prefill_uses_wgmma_api(TensorView pages, int64_t page_size) {
+  return prefill_uses_sm90(pages_of(pages, page_size, 1.0, 1.0), device_info(pages.device().device_id));
+}
+
 // Makes the tile list of a step in `workspace`: cu_seqlens_q int32 [B + 1], cache_seqlens int32 [B]. Good for every
 // layer with these heads, dims and window, until the lengths change.
 inline void plan_prefill_api(TensorView workspace, TensorView pages, TensorView cu_seqlens_q, TensorView cache_seqlens,

@@ -14,17 +14,19 @@ from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PAGE_SIZES, TILE_SIZES, PageLayout
 from bicl.errors import BackendError
+from bicl.ops.cuda.prefill_attention import uses_wgmma
 from bicl.ops.cuda.widen_pages import widen_pages
 
-__all__ = ["MIN_ROWS", "ROOM_BYTES", "PageWidener", "PrefillPart"]
+__all__ = ["MIN_ROWS", "MIN_ROWS_WITHOUT_WGMMA", "ROOM_BYTES", "PageWidener", "PrefillPart"]
 
 log = logging.getLogger(__name__)
 
 ROOM_BYTES = 256 << 20
 """Memory for widened pages, a device: 65,536 tokens of 8 KV heads of 128, K and V, at once."""
 
-MIN_ROWS = 512
-"""Rows (query tokens times heads of a KV head) a sequence, on average, from which widening pays."""
+MIN_ROWS, MIN_ROWS_WITHOUT_WGMMA = 512, 128
+"""Rows (query tokens times heads of a KV head) a sequence, on average, from which widening pays;
+the second where the kernel that would read the fp8 pages cannot use Hopper's wgmma."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class PageWidener:
         self._make_room(layer.device)
         pages = min(layout.pages_for(meta.max_k), meta.page_table.shape[1])
         rows = query.shape[0] * query.shape[1] // layout.num_kv_heads
-        if pages == 0 or rows < MIN_ROWS * batch:
+        enough = MIN_ROWS if uses_wgmma(layer) else MIN_ROWS_WITHOUT_WGMMA
+        if pages == 0 or rows < enough * batch:
             return 0, 0
         one = batch * pages * _wide_layout(layout, 1, query.dtype).page_bytes
         fitting = (n for n in range(1, layout.num_kv_heads + 1) if n * one <= self._room_bytes)

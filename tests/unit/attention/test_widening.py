@@ -8,7 +8,12 @@ import torch
 from support.cases import Step, build_step
 
 from bicl.attention import widening
-from bicl.attention.widening import MIN_ROWS, PageWidener, PrefillPart
+from bicl.attention.widening import (
+    MIN_ROWS,
+    MIN_ROWS_WITHOUT_WGMMA,
+    PageWidener,
+    PrefillPart,
+)
 from bicl.cache.layout import PageLayout
 from bicl.errors import BackendError
 
@@ -26,6 +31,7 @@ def widened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         launches.append((first_head, pages_per_sequence))
 
     monkeypatch.setattr(widening, "widen_pages", record)
+    monkeypatch.setattr(widening, "uses_wgmma", lambda layer: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return launches
 
@@ -96,6 +102,17 @@ def test_steps_that_gain_nothing_read_the_cache(
     assert part.layer is step.layer
     assert not widened
     assert widener.num_too_large == 0
+
+
+def test_pages_that_wgmma_cannot_read_are_widened_for_fewer_rows(
+    widened: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = MIN_ROWS_WITHOUT_WGMMA // GROUP
+    for uses_wgmma, tokens, launches in ((True, few, 0), (False, few, 1), (False, few - 1, 0)):
+        widened.clear()
+        monkeypatch.setattr(widening, "uses_wgmma", lambda layer, answer=uses_wgmma: answer)
+        parts_of(PageWidener(room_bytes=1 << 24), step_of([(tokens, 1000)]))
+        assert len(widened) == launches
 
 
 def test_the_room_is_made_by_the_first_prefill_over_fp8_whatever_its_size(

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from bicl.attention.metadata import AttentionMetadata
     from bicl.attention.pool import LayerCache
 
-__all__ = ["PrefillPlan", "PrefillPlanner", "plan_prefill", "prefill_attention", "workspace_bytes"]
+__all__ = [
+    "PrefillPlan",
+    "PrefillPlanner",
+    "plan_prefill",
+    "prefill_attention",
+    "uses_wgmma",
+    "workspace_bytes",
+]
 
 MIN_TOKENS = 4096
 MIN_BATCH = 64
@@ -41,6 +48,12 @@ def workspace_bytes(
     return int(
         library.module().prefill_workspace_bytes(num_tokens, batch, group, padded_head_dim, index)
     )
+
+
+def uses_wgmma(layer: LayerCache) -> bool:
+    """Whether prefill over these pages runs on Hopper's wgmma: for those that it cannot take it is
+    two to five times as slow."""
+    return bool(library.module().prefill_uses_wgmma(layer.pages, layer.layout.page_size))
 
 
 def plan_prefill(
