@@ -178,9 +178,9 @@ Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
   int grid = std::min(p.force_grid ? p.force_grid : stream_k_grid(pairs, p.num_sms), kMaxGrid);
   if (k.cluster_log2 > 0) {
     // Uneven lengths leave the work to stream-K, which wants all SMs; a single sequence does so where its units find
-    // no room.
-    const bool maybe_uneven = p.sequences.batch > 1 || p.deterministic || k.most_cluster_blocks < INT_MAX;
-    const int spare = maybe_uneven ? std::min(active.count[k.cluster_log2], grid / config.cluster) : 0;
+    // no room or it is too long for few clusters.
+    const bool maybe_line = p.sequences.batch > 1 || p.deterministic || k.most_cluster_blocks < INT_MAX;
+    const int spare = maybe_line ? std::min(active.count[k.cluster_log2], grid / config.cluster) : 0;
     grid = config.cluster * std::max(pairs, spare);
   }
   config.grid = dim3(grid);
