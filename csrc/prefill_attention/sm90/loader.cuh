@@ -173,29 +173,41 @@ struct KeyLoader {
 };
 
 // --- warps 1 to 3: Q -------------------------------------------------------------------------------------
+// A CTA's first products wait for this, so a chunk takes few instructions: each lane finds one row in 32, and those that
+// copy a row's chunks ask the lane that found it.
 template <typename E, typename KV, int D>
 __device__ __forceinline__ void gather_query(const PrefillParams& p, const PrefillTile& tile, int head,
-                                             uint32_t target, int thread) {
+                                             uint32_t target, uint32_t thread) {
   using C = Config<KV, D>;
   constexpr bool kConvert = !std::is_same_v<E, typename C::template Operand<E>>;
-  constexpr int kChunks = D / 8;
-  const E* heads = static_cast<const E*>(p.query) +
-                   head * static_cast<int64_t>(p.group.divisor) * p.query_head_stride;
-  for (int i = thread; i < kPrefillRows * kChunks; i += kQueryThreads) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    const RowPlace place = row_place(p, tile.row + row);
-    const bool valid = place.token < tile.query_len && chunk * 8 < p.head_dim;
-    const E* source = heads;
-    if (valid)
-      source += (tile.query_start + place.token) * p.query_token_stride + place.head * p.query_head_stride + chunk * 8;
-    const uint32_t address = target + (row / 64 * C::kDimTiles + chunk / 8) * (64 * 128) + row % 64 * 128 +
-                             ((chunk ^ row) & 7) * 16;
-    if constexpr (kConvert) {
-      uint4 x = valid ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
-      x.x = bf16_to_fp16(x.x), x.y = bf16_to_fp16(x.y), x.z = bf16_to_fp16(x.z), x.w = bf16_to_fp16(x.w);
-      store_shared(address, x);
-    } else {
-      ptx::cp_async_16(address, source, valid);
+  constexpr uint32_t kChunks = D / 8, kWarps = kQueryThreads / 32, kTurns = (kChunks + kWarps - 1) / kWarps;
+  constexpr uint32_t kUnroll = D <= 128 ? kTurns : 1;  // what registers allow
+  const uint32_t warp = thread / 32, lane = thread % 32;
+  const int first = row_place(p, tile.row).token;
+  const E* base = static_cast<const E*>(p.query) + (tile.query_start + first) * p.query_token_stride +
+                  head * static_cast<int64_t>(p.group.divisor) * p.query_head_stride;
+  const int token_chunks = static_cast<int>(p.query_token_stride / 8);  // rows are aligned
+  const int head_chunks = static_cast<int>(p.query_head_stride / 8);
+#pragma unroll 1
+  for (uint32_t rows = 0; rows < kPrefillRows; rows += 32) {
+    const RowPlace place = row_place(p, tile.row + rows + lane);
+    const int own = place.token < tile.query_len ? (place.token - first) * token_chunks + place.head * head_chunks : -1;
+    const uint32_t half = target + (rows / 64 * C::kDimTiles * 64 + rows % 64) * 128;
+#pragma unroll kUnroll
+    for (uint32_t turn = 0; turn < kTurns; ++turn) {
+      const uint32_t i = (turn * kWarps + warp) * 32 + lane, row = i / kChunks, chunk = i % kChunks;
+      if (turn * kWarps + warp >= kChunks) break;
+      const int offset = __shfl_sync(~0u, own, row);
+      const bool valid = offset >= 0 && chunk * 8 < static_cast<uint32_t>(p.head_dim);
+      const E* source = base + (valid ? static_cast<int64_t>(offset + static_cast<int>(chunk)) * 8 : 0);
+      const uint32_t address = half + chunk / 8 * (64 * 128) + row * 128 + ((chunk ^ row) & 7) * 16;
+      if constexpr (kConvert) {
+        uint4 x = valid ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
+        x.x = bf16_to_fp16(x.x), x.y = bf16_to_fp16(x.y), x.z = bf16_to_fp16(x.z), x.w = bf16_to_fp16(x.w);
+        store_shared(address, x);
+      } else {
+        ptx::cp_async_16(address, source, valid);
+      }
     }
   }
 }
