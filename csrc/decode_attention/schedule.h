@@ -34,6 +34,7 @@ inline int cluster_log2(int pairs, int batch, int num_sms, const int (&active)[4
 }
 
 // Blocks of a head beyond which clusters leave the work to stream-K: the CTAs of a few do not draw the full bandwidth.
-inline int most_cluster_blocks(int pairs) { return pairs < 5 ? 256 : INT_MAX; }
+// A single pair's parts are so many in stream-K that clusters win for longer.
+inline int most_cluster_blocks(int pairs) { return pairs == 1 ? 768 : pairs < 5 ? 256 : INT_MAX; }
 
 }  // namespace bicl::decode
