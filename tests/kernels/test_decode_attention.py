@@ -147,6 +147,21 @@ def test_long_contexts(backend: CudaBackend, workspace: Workspace, length: int) 
         assert_lse_close(lse, truth.lse)
 
 
+@pytest.mark.parametrize("stored", ["bf16", "bf16 on e4m3"])
+@pytest.mark.parametrize(("kv_heads", "limit"), [(1, 768 * 64), (2, 256 * 64), (4, 256 * 64)])
+def test_few_pairs_leave_clusters_when_they_are_long(
+    backend: CudaBackend, workspace: Workspace, stored: str, kv_heads: int, limit: int
+) -> None:
+    dtype, pages = STORED[stored]
+    for length in (limit, limit + 1):
+        step = decode_step(backend, [length], layout_of(kv_heads, 128, pages), group=4, dtype=dtype)
+        truth = truth_of(step, scale=0.09)
+        for schedule in ({}, {"deterministic": True}):
+            out, lse = run(step, workspace, scale=0.09, **schedule)
+            assert_close_enough(out, truth.out, truth.same_precision)
+            assert_lse_close(lse, truth.lse)
+
+
 @pytest.mark.parametrize("group", [*range(1, 17), 20, 32, 71])
 @pytest.mark.parametrize("stored", ["bf16", "fp16 on e4m3"])
 def test_every_number_of_query_heads_a_kv_head(
