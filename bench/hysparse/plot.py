@@ -1,6 +1,7 @@
-"""Draw ``docs/hysparse-quality.png`` from a result file: what each choice of keys costs.
+"""Draw ``docs/hysparse-quality.png``: what each choice of keys costs, at every ratio (lines, of one
+result file) and at that of the targets (bars, of another).
 
-``python -m bench.hysparse.plot [bench/results/hysparse-quality.json] [docs/hysparse-quality.png]``
+``python -m bench.hysparse.plot [--bars FILE] [--lines FILE] [--output FILE.png]``
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ def _sums(rows: Rows) -> list[Mapping[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("source", nargs="?", default="bench/results/hysparse-quality.json")
-    parser.add_argument("target", nargs="?", default="docs/hysparse-quality.png")
+    results = Path("bench/results")
+    parser.add_argument("--bars", type=Path, default=results / "hysparse-quality.json")
+    parser.add_argument("--lines", type=Path, default=results / "hysparse-quality-ratios.json")
+    parser.add_argument("--output", type=Path, default=Path("docs/hysparse-quality.png"))
     options = parser.parse_args(argv)
-    report = json.loads(Path(options.source).read_text())
-    _draw(report["rows"], report["meta"], Path(options.target))
-    print("written to", options.target)
+    bars, lines = (json.loads(path.read_text()) for path in (options.bars, options.lines))
+    _draw(bars["rows"], lines["rows"], bars["meta"], options.output)
+    print("written to", options.output)
 
 
 PANELS = (
@@ -64,23 +67,23 @@ PANELS = (
 """Value of a summary row, its standard error, its label, the target."""
 
 
-def _draw(rows: Rows, meta: Mapping[str, Any], target: Path) -> None:
+def _draw(bars: Rows, lines: Rows, meta: Mapping[str, Any], target: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 2, figsize=(12, 11), layout="constrained", height_ratios=(4, 7))
-    at_ratio = [row for row in _sums(rows) if row["ratio"] == RATIO]
+    at_ratio = [row for row in _sums(bars) if row["ratio"] == RATIO]
     for above, below, panel in zip(*axes, PANELS, strict=True):
-        _lines(above, rows, *panel)
+        _lines(above, lines, *panel)
         _bars(below, at_ratio, *panel)
         for axis in (above, below):
             axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_yscale("symlog", linthresh=1.0)
     axes[1][0].set_xscale("symlog", linthresh=1.0)
     axes[0][1].legend(frameon=False, fontsize=8)
-    figure.suptitle(_title(rows, meta), fontsize=10)
+    figure.suptitle(_title(bars, meta), fontsize=10)
     figure.savefig(target, dpi=130)
     plt.close(figure)
 

@@ -80,8 +80,13 @@ def _cell(row: Mapping[str, Any] | None) -> str:
         return ""
     if not row["exercised"]:
         return "nothing left out"
-    change, error = (100 * row[key] for key in ("perplexity_change", "perplexity_change_se"))
-    return f"{change:+.2f} % ({error:.2f}), {row['right']} of {row['dense_right']}"
+    parts = []
+    if "perplexity_change" in row:
+        parts.append(f"{100 * row['perplexity_change']:+.2f} %")
+        parts[0] += f" ({100 * row['perplexity_change_se']:.2f})"
+    if "right" in row:
+        parts.append(f"{row['right']} of {row['dense_right']}")
+    return ", ".join(parts)
 
 
 def _short(row: Mapping[str, Any] | None) -> str:

@@ -20,8 +20,10 @@ from bicl.ops.cpu.sparse import (
     centroid_rows,
     cluster_means,
     combine_heads,
+    quantise_rows,
     quantise_spreads,
     select_tiles,
+    stored_rows,
 )
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import PAGE_GATES, BoundGate, CentroidGate, SpatialGate
@@ -123,6 +125,24 @@ def _rows_without_spread(keys: torch.Tensor, count: int) -> torch.Tensor:
     return rows
 
 
+def _rows_turned(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Rounded after a turn that spreads the dims that lie far out over all: steps get smaller."""
+    rows = cluster_means(keys, count)
+    turn = _hadamard(keys.shape[-1]).to(keys.device)
+    stored = stored_rows(
+        *quantise_rows(rows[..., :-2] @ turn), rows[..., -2], quantise_spreads(rows[..., -1])
+    )
+    return torch.cat((stored[..., :-2] @ turn, stored[..., -2:]), dim=-1)
+
+
+def _hadamard(dims: int) -> torch.Tensor:
+    """float32 ``[dims, dims]``, its own inverse: blocks of the greatest power of two in them."""
+    block = torch.ones(1, 1)
+    while dims % (2 * len(block)) == 0:
+        block = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]) / 2**0.5, block)
+    return torch.block_diag(*[block] * (dims // len(block)))
+
+
 def _bounds(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     return _by_tiles(rows, choice, _box_scores(rows, choice), choice.combine)
 
@@ -202,6 +222,7 @@ def _oracle_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "centroids": _centroids,
     "centroids-flat": _centroids_of(8, _rows_without_spread),
+    "centroids-turned": _centroids_of(8, _rows_turned),
     "centroids-2": _centroids_of(32, _rows_of_e4m3),
     "centroids-4": _centroids_of(16, _rows_of_e4m3),
     "centroids-8": _centroids_of(8, _rows_of_e4m3),
