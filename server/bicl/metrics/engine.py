@@ -49,7 +49,7 @@ class EngineCollector:
         yield from _engine_counters(stats)
         yield from tier_metrics(stats)
         yield from sparse_metrics(stats.sparse)
-        yield from _constant_gauges(self._facts)
+        yield from _told(self._facts, stats)
 
 
 def _tgi_gauges(stats: EngineStats, facts: CacheFacts) -> Iterator[Metric]:
@@ -134,7 +134,7 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
     yield outcomes
 
 
-def _constant_gauges(facts: CacheFacts) -> Iterator[Metric]:
+def _told(facts: CacheFacts, stats: EngineStats) -> Iterator[Metric]:
     text = "1 if pages are shared between requests"
     yield gauge("bicl_reuse_enabled", text, float(facts.reuse_enabled))
     info = GaugeMetricFamily("bicl_info", "What runs", labels=list(facts.labels))
@@ -143,6 +143,6 @@ def _constant_gauges(facts: CacheFacts) -> Iterator[Metric]:
     fallbacks = GaugeMetricFamily(
         "bicl_fallback", "What runs otherwise than asked", labels=["reason"]
     )
-    for reason in facts.fallbacks:
+    for reason in (*facts.fallbacks, *stats.fallbacks):
         fallbacks.add_metric([reason], 1)
     yield fallbacks

@@ -46,6 +46,7 @@ class FakeEngine:
         self._script = script
         self._lock = threading.Lock()
         self._running: dict[str, _Running] = {}
+        self.unwidened_prefills = 0
         self._counts = dict.fromkeys(("finished", "aborted", "failed", "generated_tokens"), 0)
         self._stopped = threading.Event()
         self.requests: list[GenerationRequest] = []
@@ -121,6 +122,7 @@ class FakeEngine:
                 pages_in_use=in_use,
                 queried_tokens=10 * len(self.requests),
                 hit_tokens=self.cached_tokens * len(self.requests),
+                unwidened_prefills=self.unwidened_prefills,
                 draining=self.draining,
                 healthy=self.healthy,
                 **self._counts,

@@ -145,6 +145,19 @@ def test_reuse_switched_off_and_fall_backs_are_told(engine, config, tokenizer) -
     assert info["fallbacks"] == ["kernels: none for this card"]
 
 
+def test_a_fall_back_at_work_is_told_and_counted(make_client, engine: FakeEngine) -> None:
+    client = make_client(engine=engine)
+    for count, told in ((0, []), (2, ["16-bit copies would not fit"])):
+        engine.unwidened_prefills = count
+        found = samples(client)
+        assert found["bicl_unwidened_prefills_total"] == count
+        assert sum(name.startswith("bicl_fallback{") for name in found) == len(told)
+        fallbacks = client.get("/info").json()["bicl"]["fallbacks"]
+        assert [text in said for text, said in zip(told, fallbacks, strict=True)] == [True] * len(
+            told
+        )
+
+
 class running:
     """Requests in flight while the block runs."""
 

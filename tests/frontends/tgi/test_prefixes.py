@@ -316,6 +316,7 @@ def test_rejected_claims_are_served_to_prometheus(
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
     assert 'bicl_prefix_rejected_claims_total{rank="1"} 1.0' in text
     assert 'bicl_prefix_claimed_tokens_total{rank="1"} 128.0' in text
+    assert 'bicl_unwidened_prefills_total{rank="1"} 0.0' in text
 
 
 def test_a_metrics_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

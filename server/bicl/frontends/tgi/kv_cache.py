@@ -17,7 +17,14 @@ from bicl.cache.layout import PageLayout
 from bicl.errors import BiclError
 from bicl.frontends.tgi.config import overlay_config
 
-__all__ = ["KVCache", "KVScales", "get_kv_scales", "nominal_share", "shard_backend"]
+__all__ = [
+    "KVCache",
+    "KVScales",
+    "get_kv_scales",
+    "nominal_share",
+    "shard_backend",
+    "unwidened_prefills",
+]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -168,9 +175,22 @@ def nominal_share() -> float:
     return 1.0 if _latest_layout is None else 1.0 - _latest_layout.padding_waste
 
 
+_made: list[AttentionBackend] = []
+
+
+def unwidened_prefills() -> int:
+    """Prefills of a layer by this process whose fp8 pages could not be widened."""
+    return sum(getattr(backend, "unwidened_prefills", 0) for backend in _made)
+
+
 @functools.cache
 def shard_backend(device_type: str) -> AttentionBackend:
     """The backend of this process."""
+    _made.append(_make_backend(device_type))
+    return _made[-1]
+
+
+def _make_backend(device_type: str) -> AttentionBackend:
     if device_type != "cuda":
         return make_backend(device_type)
     from text_generation_server.utils.speculate import get_speculate

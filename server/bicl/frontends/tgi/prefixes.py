@@ -21,6 +21,7 @@ from bicl.frontends.tgi.catch_up import CatchUp
 from bicl.frontends.tgi.claims import ClaimCounters, Claims
 from bicl.frontends.tgi.config import overlay_config
 from bicl.frontends.tgi.hysparse import shard_sparsity
+from bicl.frontends.tgi.kv_cache import unwidened_prefills
 from bicl.frontends.tgi.tiers import ShardTiers, make_tiers
 
 __all__ = ["counters", "serve_metrics", "shard_tiers", "verify_claims"]
@@ -74,9 +75,16 @@ def _read() -> dict[str, tuple[str, float]]:
         "mended_tokens": "Tokens called cached that had to be computed",
         "added_tokens": "Tokens that the router did not know of, from the host and disk tiers",
     }
-    return (sparsity.read() if sparsity is not None else {}) | {
-        f"bicl_prefix_{name}": (text, getattr(now, name)) for name, text in texts.items()
-    }
+    return (
+        (sparsity.read() if sparsity is not None else {})
+        | {f"bicl_prefix_{name}": (text, getattr(now, name)) for name, text in texts.items()}
+        | {
+            "bicl_unwidened_prefills": (
+                "Prefills of a layer over fp8 pages whose 16-bit copies would not fit",
+                unwidened_prefills(),
+            )
+        }
+    )
 
 
 @dataclass

@@ -293,6 +293,13 @@ class EngineStats:
     healthy: bool = True
 
     @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """What ran otherwise than it should since the start, one sentence each."""
+        if not self.unwidened_prefills:
+            return ()
+        return ("prefills read fp8 pages at half the speed: their 16-bit copies would not fit",)
+
+    @property
     def reordering_exposed(self) -> dict[str, float]:
         """Share of the steps' time so far that writing pages took and nothing hid, at most; by
         kind of step, of which there was one."""

@@ -64,8 +64,12 @@ async def ready(server: Server) -> Response:
 async def info(server: Server) -> Info:
     """The served model, its limits and (`bicl`) its cache."""
     stats = server.inference.engine.snapshot()
-    exposed = {"reordering_exposed": stats.reordering_exposed}
-    return server.info.model_copy(update={"bicl": server.info.bicl.model_copy(update=exposed)})
+    known = server.info.bicl
+    now = {
+        "reordering_exposed": stats.reordering_exposed,
+        "fallbacks": [*known.fallbacks, *stats.fallbacks],
+    }
+    return server.info.model_copy(update={"bicl": known.model_copy(update=now)})
 
 
 @router.get("/v1/models", tags=TAGS)
