@@ -140,7 +140,7 @@ def _hadamard(dims: int) -> torch.Tensor:
     block = torch.ones(1, 1)
     while dims % (2 * len(block)) == 0:
         block = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]) / 2**0.5, block)
-    return torch.block_diag(*[block] * (dims // len(block)))
+    return torch.kron(torch.eye(dims // len(block)), block)
 
 
 def _bounds(rows: DecodeRows, choice: Choice) -> torch.Tensor:
