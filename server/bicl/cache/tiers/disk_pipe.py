@@ -22,7 +22,8 @@ __all__ = ["DiskPipe"]
 
 log = logging.getLogger(__name__)
 
-READERS = 4
+READERS = 8
+"""A disk answers several at once, and each also verifies what it read."""
 
 MEASURED_BYTES = 64 << 20
 """Read at start, if host memory has room; but a page, however large. A few pages would tell how
