@@ -71,8 +71,7 @@ ARENA_BYTES = 20 << 30
 DRAM_BYTES_PER_US = 4.55e6
 COLD_INDEX_BYTES = 1 << 27
 GRAPH_US = 60_000.0
-"""By the time of eager calls, which a busy host stretches: a replay of 16 calls had 9 us a call more at
-1 x 131072 than one of 32."""
+"""Long: a replay is sized by eager calls, which a busy host stretches, and its start counts."""
 INDEX = HySparseConfig.variant
 
 
