@@ -83,6 +83,7 @@ def _draw(bars: Rows, lines: Rows, meta: Mapping[str, Any], target: Path) -> Non
     axes[0][0].set_yscale("symlog", linthresh=1.0)
     axes[1][0].set_xscale("symlog", linthresh=1.0)
     axes[0][1].legend(frameon=False, fontsize=8)
+    axes[0][0].set_title("index without spreads (an earlier study)", fontsize=9)
     figure.suptitle(_title(bars, meta), fontsize=10)
     figure.savefig(target, dpi=130)
     plt.close(figure)
@@ -123,7 +124,8 @@ def _colour(name: str) -> str:
 
 
 def _title(rows: Rows, meta: Mapping[str, Any]) -> str:
-    lengths = sorted(row["tokens"] for row in rows if row["tokens"] and not row["below_floor"])
+    sums = [row for row in rows if row["measure"] == "summary" and row["tokens"]]
+    lengths = sorted(row["tokens"] for row in sums if not row["below_floor"])
     return (
         f"SmolLM2-135M, {len(meta['sparse_layers'])} of {meta['depth']} layers sparse, contexts "
         f"of {lengths[0]:,} to {lengths[-1]:,} tokens, one standard error"
