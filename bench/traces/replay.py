@@ -34,6 +34,7 @@ from bench.serving.load import submit, timed
 from bench.serving.random_model import FIRST_ID, SHAPES, random_llama
 from bench.traces import ideal
 from bench.traces.mooncake import Tokens, TraceRequest, read, scale, thin, window
+from bicl.cache.tiers.costs import TransferCosts
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.engine.sizing import page_bytes
 from bicl.frontends.http.loader import (
@@ -70,6 +71,7 @@ class Outcome:
     host_tokens: int
     disk_tokens: int
     left_alone: int
+    rates: dict[str, float]
 
 
 def run(engine: Engine, requests: Sequence[TraceRequest], clients: int) -> Outcome:
@@ -104,9 +106,21 @@ def run(engine: Engine, requests: Sequence[TraceRequest], clients: int) -> Outco
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
     stats = engine.snapshot()
     from_tiers = stats.host_hit_tokens, stats.disk_hit_tokens
+    rates = {} if engine._tiers is None else _rates(engine._tiers.costs)
     return Outcome(
-        seconds, cpu_seconds, waits, sum(cached), *from_tiers, stats.tiers.skipped_fetches
+        seconds, cpu_seconds, waits, sum(cached), *from_tiers, stats.tiers.skipped_fetches, rates
     )
+
+
+def _rates(costs: TransferCosts) -> dict[str, float]:
+    """What the engine decides by whether to fetch, as it is at the end."""
+    tokens_per_gigabyte = 1e9 * costs.page_tokens / costs.page_bytes
+    return {
+        "from_host": round(costs.host_bytes_per_second / 1e9, 2),
+        "from_disk": round(costs.disk_bytes_per_second / 1e9, 2),
+        "from_disk_in_memory": round(costs.cached_bytes_per_second / 1e9, 2),
+        "computed": round(costs.prefill_tokens_per_second / tokens_per_gigabyte, 2),
+    }
 
 
 @contextmanager
@@ -172,6 +186,7 @@ def rows_of(
                 "from_host": statistics.median(o.host_tokens for o in found) / prompt_tokens,
                 "from_disk": statistics.median(o.disk_tokens for o in found) / prompt_tokens,
                 "fetches_left_alone": statistics.median(o.left_alone for o in found),
+                "gigabytes_per_second": found[-1].rates,
                 "tokens_held": {
                     "pool": variant.gpu_tokens,
                     "host": variant.host_tokens,
