@@ -165,7 +165,7 @@ Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
   if (hopper && p.force_cluster && p.sequences.batch <= 32) {
     const int size = p.force_cluster;
     k.cluster_log2 = size == 8 ? 3 : size == 4 ? 2 : size == 2 ? 1 : 0;
-    k.most_cluster_blocks = most_cluster_blocks(INT_MAX);
+    k.most_cluster_blocks = INT_MAX;
   } else if (hopper && !p.force_cluster) {
     k.cluster_log2 = cluster_log2(pairs, p.sequences.batch, p.num_sms, active.count);
   }

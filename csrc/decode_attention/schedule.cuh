@@ -61,13 +61,10 @@ __device__ __forceinline__ int num_units(int num_blocks, int groups) {
   return (num_blocks + unit - 1) / unit;
 }
 
-// Where a block of a head stands, counted in charges: a long head ends in several CTAs, so 64 blocks count as 65.
-__device__ __forceinline__ int charge_up_to(int block) { return block + block / 64; }
-__device__ __forceinline__ int block_at_charge(int charge) { return charge - charge / 65; }
-
-// What a head of so many blocks counts when work is divided.
+// What a head of so many blocks counts when work is divided. All that is more than its blocks comes behind them: the
+// CTAs between those that own its first and last block must own some of it, since their parts are read unasked.
 __device__ __forceinline__ int charge_of(int num_blocks, const Charge& charge) {
-  return num_blocks > 0 ? max(charge_up_to(num_blocks) + charge.end, charge.least) : 0;
+  return num_blocks > 0 ? max(num_blocks + charge.end, charge.least) : 0;
 }
 
 // Fills entries[0 .. batch]. One warp.
@@ -181,7 +178,7 @@ class Line {
   // The CTA that computes block `block` of a place's head (deterministic: a block that begins a unit).
   __device__ __forceinline__ int owner(const Place& place, int block) const {
     const int charge = entries_[place.sequence].charge_before * num_heads_ +
-                       place.head * charge_of(place.num_blocks, charge_) + charge_up_to(block);
+                       place.head * charge_of(place.num_blocks, charge_) + block;
     const int grid = grid_.divisor;
     if (total_ < grid) return charge;
     int cta = min(static_cast<int>(__fdividef((charge + 0.5f) * grid, static_cast<float>(total_))), grid - 1);
@@ -212,7 +209,7 @@ class Line {
     const unsigned rest = charge - entry.charge_before * num_heads_;
     const unsigned per_head = charge_of(blocks, charge_);
     const int head = rest / per_head;
-    int block = block_at_charge(rest - head * per_head);
+    int block = rest - head * per_head;
     if (deterministic_) {
       const int unit = unit_blocks(blocks, groups_);
       block = (block + unit - 1) / unit * unit;

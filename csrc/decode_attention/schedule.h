@@ -33,8 +33,12 @@ inline int cluster_log2(int pairs, int batch, int num_sms, const int (&active)[4
   return 0;
 }
 
-// Blocks of a head beyond which clusters leave the work to stream-K: the CTAs of a few do not draw the full bandwidth.
-// A single pair's parts are so many in stream-K that clusters win for longer.
-inline int most_cluster_blocks(int pairs) { return pairs == 1 ? 768 : pairs < 5 ? 256 : INT_MAX; }
+// Blocks of a head beyond which clusters leave the work to stream-K: the CTAs of a few do not draw the full bandwidth,
+// and clusters of many leave SMs without work. A single pair's parts are so many in stream-K that clusters win for
+// longer.
+inline int most_cluster_blocks(int pairs) {
+  if (pairs == 1) return 768;
+  return pairs < 5 || pairs > 16 ? 256 : INT_MAX;
+}
 
 }  // namespace bicl::decode

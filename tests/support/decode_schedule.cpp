@@ -114,6 +114,8 @@ int main(int count, char** arguments) {
         REQUIRE(place.num_blocks == blocks && place.length == lengths[sequence]);
         if (block == 0 && !first)
           REQUIRE(next.sequence == sequence && next.head == head && next.num_blocks == blocks);
+        // The parts of a head are taken from all CTAs between its first and its last.
+        if (!deterministic && block > 0) REQUIRE(owners[x] <= owners[x - 1] + 1);
         if (!deterministic || block % unit_blocks(blocks, multiple) == 0) {
           REQUIRE(line.owner(place, block) == owners[x]);
         } else {

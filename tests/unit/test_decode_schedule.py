@@ -91,9 +91,11 @@ def test_short_heads_are_charged_as_more(divide) -> None:
     assert max(shares) >= max(plain)
 
 
-def test_ctas_within_long_heads_get_less(divide) -> None:
-    shares = divide([64 * 512] + [64 * 32] * 31)
-    assert sum(shares[:40]) < sum(shares) * 40 / 128 < sum(shares[-40:])
+@pytest.mark.parametrize("grid", [60, 131, 132])
+def test_no_cta_within_a_head_is_left_without_a_part(divide, grid: int) -> None:
+    for blocks in (*range(62, 68), *range(126, 136), 197, 264, 300):
+        divide([64 * blocks], grid=grid, heads=1, end=2, least=0)
+        divide([64 * blocks, 64], grid=grid, heads=1, least=7)
 
 
 def test_every_head_may_be_charged_for_its_end(divide) -> None:
