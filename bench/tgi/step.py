@@ -45,7 +45,7 @@ SHAPES = (
 )  # fmt: skip
 GRAPHS = "1,2,4,8,16,32,128"
 ROUNDS = 4  # of all caches in turns, forwards and backwards
-ROUNDS_ALONE = 8  # where the pages of one fill the card: no turns even out what the machine does
+ROUNDS_ALONE = 6  # where the pages of one fill the card: no turns even out what the machine does
 WARM_STEPS, STEPS = 2, 8  # of a round
 TIMELINE_STEPS = 6
 PREFILL_TOKENS = 4096
