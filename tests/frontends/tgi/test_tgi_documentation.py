@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.tgi.summary import (
+    BEFORE,
     DEFAULT,
     HOST_CACHE_STEPS,
     KERNELS,
@@ -17,6 +18,7 @@ from bench.tgi.summary import (
     attention_rows,
     host_cache_table,
     load,
+    misses_table,
     parts_table,
     soak_rows,
     soak_table,
@@ -72,9 +74,10 @@ def test_tables_are_those_of_the_result_files() -> None:
     """Of the last run, not of one before: ``python -m bench.tgi.summary`` prints them."""
     steps = load(ROOT / DEFAULT)
     split = split_table(steps, attention_rows(ROOT / KERNELS))
+    misses = misses_table(steps, *(load(ROOT / path) for path in BEFORE))
     beside = host_cache_table(load(ROOT / HOST_CACHE_STEPS))
     soak = soak_table(soak_rows(*(ROOT / path for path in SOAKS)))
-    for table in (step_table(steps), parts_table(steps), split, beside, soak):
+    for table in (step_table(steps), parts_table(steps), split, misses, beside, soak):
         assert table in PAGE
 
 
