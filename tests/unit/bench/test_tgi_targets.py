@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from bench.tgi.summary import load, parts_table, split_table, step_table, verdicts
+from bench.tgi.summary import (
+    load,
+    misses_table,
+    parts_table,
+    split_table,
+    step_table,
+    verdicts,
+)
 
 
 def steps_of(tmp_path: Path, *rows: dict[str, Any]) -> Any:
@@ -56,3 +63,13 @@ def test_the_gpus_gain_is_told_apart_into_kernel_layout_and_store(tmp_path: Path
     assert last == "| 1x4096 | 1.50 | 1.00 | 0.50 | 0.32 | 0.03 | 0.15 |"
     del layer["token-major"]
     assert "1x4096" not in split_table(steps, {"1x4096": layer})
+
+
+def test_a_target_that_one_run_missed_is_shown_in_all(tmp_path: Path) -> None:
+    def run(default: float) -> Any:
+        rows = [row("1x1024", "bicl", 100), row("1x1024", "flashinfer-p1", default)]
+        return steps_of(tmp_path, *rows, row("1x1024", "flashinfer-p1-tc", 110))
+
+    line = "| 1x1024 over TGI's default | 1.250x | 1.190x | 1.2 |"
+    assert misses_table(run(125), run(119)).splitlines()[2:] == [line]
+    assert misses_table(run(125), run(121)).splitlines()[2:] == []
