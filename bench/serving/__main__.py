@@ -3,7 +3,8 @@
     python -m bench.serving [--parts sharing,host,misses,reordering,side] [--out FILE]
 
 ``--device cpu --shape small`` tries it out where there is no GPU; such numbers mean nothing.
-Parts: :mod:`bench.serving.reordering`, :mod:`bench.serving.host_hits`, :mod:`bench.serving.reuse`.
+Parts: :mod:`bench.serving.reordering`, :mod:`bench.serving.side_stream`,
+:mod:`bench.serving.host_hits`, :mod:`bench.serving.reuse`.
 With ``--keep FILE`` the rows of other parts stay as they are there, each with the run it is of.
 """
 
@@ -24,6 +25,7 @@ from bench.record import machine, save
 from bench.serving import reordering, reuse
 from bench.serving.host_hits import host_rows
 from bench.serving.random_model import SHAPES, random_llama
+from bench.serving.side_stream import side_stream_rows
 from bench.serving.steps import StepShape
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.engine import engine as engine_module
@@ -70,13 +72,12 @@ def side_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]
     """Stores on a side stream; only a GPU has one."""
     if not options.device.startswith("cuda"):
         return
-    shapes = [(8, 4096), (32, 1024), (32, 4096), (64, 1024), (128, 1024)]
+    shapes = [(1, 1024), (1, 16384), (8, 4096), (32, 1024), (32, 4096), (64, 1024), (128, 1024)]
     steps = [StepShape((1,) * batch, (context - 1,) * batch) for batch, context in shapes]
+    steps += [StepShape((2048,), (0,)), StepShape((2048,), (8192,))]
     sizes = {"max_batch_size": 1, "max_total_tokens": 4864, "num_pages": 2048}
     with running(loaded, cuda_graphs=False, max_batch_prefill_tokens=2048, **sizes) as engine:
-        yield from reordering.side_stream_rows(engine, steps, rounds=4 * options.rounds)
-        prefill = StepShape((2048,), (0,))
-        yield from reordering.side_stream_rows(engine, [prefill], rounds=2 * options.rounds)
+        yield from side_stream_rows(engine, steps, rounds=options.rounds)
 
 
 def misses_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]:

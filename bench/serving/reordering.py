@@ -6,7 +6,6 @@
   long steps take; with CUPTI recording every kernel; and so once more, storing nothing.
 * **decode**, **prefill**: one step captured in a CUDA graph with and without its store, in turns
   (:mod:`bench.serving.steps`), and the timeline of its kernels (``timeline``).
-* **side stream**: the same steps with their stores forked to a stream of their own.
 
 In a timeline the kernels that store, or turn keys, are exposed while no other kernel runs; what
 they are exposed longer than without stores, the stores cost. ``store_kernels`` counts all of their
@@ -28,16 +27,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.serving.load import CHAT, ChatLengths, finish, open_loop, submit
-from bench.serving.steps import (
-    Exposed,
-    Run,
-    StepShape,
-    as_it_is,
-    exposed,
-    step_pair,
-    store_on_side_stream,
-    without_store,
-)
+from bench.serving.steps import Exposed, Run, StepShape, exposed, step_pair, without_store
 from bicl.frontends.http.engine import Engine
 
 __all__ = [
@@ -46,7 +36,6 @@ __all__ = [
     "decode_rows",
     "exposed_ns",
     "prefill_rows",
-    "side_stream_rows",
     "traffic_rows",
 ]
 
@@ -231,35 +220,6 @@ def prefill_rows(engine: Engine, shapes: Sequence[tuple[int, int]], *, rounds: i
                 **_difference(found),
                 "unit": "x",
                 **_timeline(engine, pair, 1),
-            }
-        )
-    return rows
-
-
-def side_stream_rows(engine: Engine, shapes: Sequence[StepShape], *, rounds: int) -> Rows:
-    """Speed of steps whose stores run on a side stream, against steps as they are; and of the same
-    step captured again, which ought to be 1."""
-    rows = []
-    for shape in shapes:
-        speeds = []
-        for other in (store_on_side_stream, as_it_is):
-            found = exposed(
-                step_pair(engine._runner, shape, other), engine.loaded.device, rounds=rounds
-            )
-            share = found.share
-            speeds.append([1 / (1 - value) for value in (share.value, share.low, share.high)])
-        (value, *interval), again = speeds
-        rows.append(
-            {
-                "case": "stores on a side stream",
-                "shape": f"{len(shape.counts)}x{shape.counts[0] + shape.starts[0]}, "
-                f"{sum(shape.counts)} tokens computed",
-                "value": value,
-                "unit": "x the speed of stores in line",
-                "interval": interval,
-                "the_same_step_again": again,
-                "step_us": round(found.step_us, 1),
-                "pairs": share.count,
             }
         )
     return rows

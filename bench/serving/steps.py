@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -32,10 +32,10 @@ __all__ = [
     "Exposed",
     "Run",
     "StepShape",
-    "as_it_is",
+    "captured",
     "exposed",
+    "step",
     "step_pair",
-    "store_on_side_stream",
     "without_store",
 ]
 
@@ -77,35 +77,6 @@ def without_store(runner: ModelRunner) -> Iterator[None]:
         del backend.store
 
 
-@contextmanager
-def store_on_side_stream(runner: ModelRunner) -> Iterator[None]:
-    """Every store on a stream of its own, forked from the computation's and joined by events before
-    attention reads the pages."""
-    backend: Any = runner.backend
-    store, side = backend.store, torch.cuda.Stream()
-
-    def aside(*args: Any, **options: Any) -> None:
-        here = torch.cuda.current_stream()
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            store(*args, **options)
-        here.wait_stream(side)
-        backend._stored = None  # attention follows the join, not the store
-
-    backend.store = aside
-    try:
-        yield
-    finally:
-        del backend.store
-
-
-@contextmanager
-def as_it_is(runner: ModelRunner) -> Iterator[None]:
-    """For a pair of equals: what two captures of the same step differ by, where their graphs and
-    workspaces lie in memory."""
-    yield
-
-
 @dataclass(frozen=True)
 class Exposed:
     """Microseconds of one step as it is, and the share of it that the other way does without."""
@@ -120,24 +91,20 @@ def exposed(pair: tuple[Run, Run], device: torch.device, *, rounds: int) -> Expo
     return _compared(*pair, clock, rounds)
 
 
-def step_pair(
-    runner: ModelRunner,
-    shape: StepShape,
-    other: Callable[[ModelRunner], AbstractContextManager[None]] = without_store,
-) -> tuple[Run, Run]:
-    """Two calls that run the step, as it is and within ``other``: replays of graphs, on a CPU the
+def step_pair(runner: ModelRunner, shape: StepShape) -> tuple[Run, Run]:
+    """Two calls that run the step, as it is and without its stores: replays of graphs, on a CPU the
     steps themselves."""
-    run = _step(runner, shape)
+    run = step(runner, shape)
     run()  # the workspace grows before anything is captured
 
-    def run_other() -> None:
-        with other(runner):
+    def run_bare() -> None:
+        with without_store(runner):
             run()
 
     if runner.device.type != "cuda":
-        return run, run_other
-    run_other()
-    return _captured(run), _captured(run_other)
+        return run, run_bare
+    run_bare()
+    return captured(run), captured(run_bare)
 
 
 def _compared(stored: Run, bare: Run, clock: Callable[[Run], float], rounds: int) -> Exposed:
@@ -149,7 +116,7 @@ def _compared(stored: Run, bare: Run, clock: Callable[[Run], float], rounds: int
     return Exposed(statistics.median(times[1:]), median_of(shares[1:]))  # the first warms up
 
 
-def _step(runner: ModelRunner, shape: StepShape) -> Run:
+def step(runner: ModelRunner, shape: StepShape) -> Run:
     """A call that computes the step on random tokens, in random pages of the pool."""
     runner._cache.clock = None  # the engine's own would hold its layer up
     device, page = runner.device, runner.page_size
@@ -188,10 +155,12 @@ def _step(runner: ModelRunner, shape: StepShape) -> Run:
     return lambda: runner._model(*arguments)
 
 
-def _captured(run: Run) -> Run:
+def captured(run: Run, pool: Any = None) -> Run:
+    """The replay of a CUDA graph of ``run``. ``pool``: ``torch.cuda.graph_pool_handle()``, memory
+    that graphs share, so that their intermediate results lie at the same addresses."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), torch.inference_mode():
+    with torch.cuda.graph(graph, pool=pool), torch.inference_mode():
         run()
     return graph.replay
 
