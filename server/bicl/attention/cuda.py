@@ -68,8 +68,8 @@ class CudaBackend:
 
     @property
     def unwidened_prefills(self) -> int:
-        """Prefills of a layer over fp8 pages that would be faster over widened ones, for which
-        there is not enough room."""
+        """Layers of prefill steps, one count each however many rows a step has, whose fp8 pages
+        would be faster widened, for which there is not enough room."""
         return self._widener.num_too_large
 
     def plan(self, meta: AttentionMetadata) -> None:

@@ -108,7 +108,7 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
         ("bicl_cuda_graph_misses", "Decode steps without a captured graph", stats.graph_misses),
         (
             "bicl_unwidened_prefills",
-            "Prefills of a layer over fp8 pages whose 16-bit copies would not fit",
+            "Layers of prefill steps (not of rows) whose fp8 pages could not be widened",
             stats.unwidened_prefills,
         ),
     ):

@@ -80,7 +80,7 @@ def _read() -> dict[str, tuple[str, float]]:
         | {f"bicl_prefix_{name}": (text, getattr(now, name)) for name, text in texts.items()}
         | {
             "bicl_unwidened_prefills": (
-                "Prefills of a layer over fp8 pages whose 16-bit copies would not fit",
+                "Layers of prefill steps (not of rows) whose fp8 pages could not be widened",
                 unwidened_prefills(),
             )
         }
@@ -89,12 +89,14 @@ def _read() -> dict[str, tuple[str, float]]:
 
 @dataclass
 class _Row:
-    """A running request: the keys of its whole pages so far, and how many of them are recorded."""
+    """A running request: the keys of its whole pages so far, how many of them are recorded, and
+    the length at which the next one is whole."""
 
     chain: PageChain
     pages: list[int]
     packed: bytes
     recorded: int
+    next_length: int
 
 
 class _Keeper:
@@ -134,7 +136,7 @@ class _Keeper:
         elif cached > claimed:
             _shorten(request, len(token_ids), cached)
             self.claims.counters.added_tokens += request.cache_len - claimed
-        row = _Row(chain, pages, pack_ids(token_ids), 0)
+        row = _Row(chain, pages, pack_ids(token_ids), 0, self._page_size)
         self._record(row, request.cache_len // self._page_size)
         return row
 
@@ -147,11 +149,12 @@ class _Keeper:
         if self.tiers is not None:
             self.tiers.end_step()
             self.tiers.saw_prefill(prefilled, seconds)
-        for i, criteria in enumerate(batch.stopping_criterias):
+        rows = zip(batch.stopping_criterias, batch.cache_lengths, strict=True)
+        for i, (criteria, length) in enumerate(rows):
             row = getattr(criteria, "bicl_row", None)
-            if row is None:
+            if row is None or length < row.next_length:
                 continue
-            whole = batch.cache_lengths[i] // self._page_size
+            whole = length // self._page_size
             self._record(row, min(whole, row.chain.num_pages))
             if whole > row.chain.num_pages and self.tiers is not None:
                 self._extend(row, batch.all_input_ids[i], whole)
@@ -198,7 +201,7 @@ class _Keeper:
         self.claims.record(row.chain, row.pages, row.recorded, whole)
         if self.tiers is not None:
             self.tiers.save(row.chain, row.pages[row.recorded : whole], row.recorded)
-        row.recorded = whole
+        row.recorded, row.next_length = whole, (whole + 1) * self._page_size
 
 
 def _shorten(request: Any, prompt_length: int, cached: int) -> None:

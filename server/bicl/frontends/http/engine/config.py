@@ -243,8 +243,8 @@ class EngineStats:
         finished, aborted, failed: requests by outcome.
         prefilled_tokens, generated_tokens: tokens computed and emitted.
         graph_misses: decode steps that a CUDA graph could have taken but none was captured for.
-        unwidened_prefills: prefills of a layer that read fp8 pages at half the speed, since their
-            16-bit copies would not fit.
+        unwidened_prefills: layers of prefill steps (one count each, however many rows) that read
+            fp8 pages at down to half the speed, since their 16-bit copies would not fit.
         sparse: what HySparse did.
         tiers: what the host and disk tiers did and hold.
         cache_rebuilds: times that the pool's bookkeeping contradicted itself and was begun anew.
@@ -297,7 +297,7 @@ class EngineStats:
         """What ran otherwise than it should since the start, one sentence each."""
         if not self.unwidened_prefills:
             return ()
-        return ("prefills read fp8 pages at half the speed: their 16-bit copies would not fit",)
+        return ("prefills read fp8 pages at down to half the speed: 16-bit copies would not fit",)
 
     @property
     def reordering_exposed(self) -> dict[str, float]:
