@@ -179,8 +179,8 @@ _made: list[AttentionBackend] = []
 
 
 def unwidened_prefills() -> int:
-    """Layers of this process's prefill steps, one count each however many rows a step has, whose fp8
-    pages could not be widened."""
+    """Layers of this process's prefill steps (one count each, however many rows a step has) whose
+    fp8 pages could not be widened."""
     return sum(getattr(backend, "unwidened_prefills", 0) for backend in _made)
 
 
