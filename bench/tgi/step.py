@@ -44,14 +44,13 @@ SHAPES = (
     (128, 1024), (128, 4096),  # 128 x 16384 would need 275 GB of pages
 )  # fmt: skip
 GRAPHS = "1,2,4,8,16,32,128"
-ROUNDS = 4  # of all caches in turns, forwards and backwards
-ROUNDS_ALONE = 6  # where the pages of one fill the card: no turns even out what the machine does
+ROUNDS = 6  # of all caches in turns, forwards and backwards; alone where one fills the card
 WARM_STEPS, STEPS = 2, 8  # of a round
 TIMELINE_STEPS = 6
 PREFILL_TOKENS = 4096
 TOTAL_TOKENS = 16640
 TOKENS_TOGETHER = 142_000  # of every shard while all take turns on one card
-NUM_WORDS = 20000
+VOCAB_SIZE = 128256
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -60,7 +59,7 @@ LLAMA_8B = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "vocab_size": 128256,
+    "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
@@ -73,11 +72,12 @@ LLAMA_8B = {
 
 
 class Words:
-    """Prompts of a word-level tokenizer: word i is token i."""
+    """Prompts of a word-level tokenizer: word i is token i, so that every token has a text, as in
+    a real vocabulary. (TGI decodes a token without one again and again, with all behind it.)"""
 
     def prompt(self, length: int, seed: str) -> list[int]:
         start = sum(seed.encode()) * 31
-        return [4 + (start + i) % (NUM_WORDS - 4) for i in range(length)]
+        return [4 + (start + i) % (VOCAB_SIZE - 4) for i in range(length)]
 
     def text(self, ids: list[int]) -> str:
         return " ".join(f"w{i}" for i in ids)
@@ -92,7 +92,7 @@ def write_model(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(LLAMA_8B))
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     words = {w: i for i, w in enumerate(special)}
-    words |= {f"w{i}": i for i in range(len(special), NUM_WORDS)}
+    words |= {f"w{i}": i for i in range(len(special), VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
@@ -129,10 +129,12 @@ IMPLS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "bicl-fp8": (OURS, ("--kv-cache-dtype", "fp8_e4m3fn")),
     "flashinfer-p1": (STOCK, ()),
     "flashinfer-p1-tc": ({**STOCK, "BENCH_TENSOR_CORES": "1"}, ()),
+    "bicl-checked": ({}, ()),
     "bicl-host-cache": ({"BICL_HOST_CACHE_SIZE": "8GiB"}, ()),
 }
 """What differs between the shards. ``flashinfer-p1`` is TGI's default with today's FlashInfer.
-``bicl-host-cache`` believes no claim, so its contexts are computed."""
+``bicl-checked`` and ``bicl-host-cache`` believe no claim, so their contexts are computed, and are
+the same: the one is what the other is compared with."""
 PROMISED = ("bicl", "bicl-fp8", "flashinfer-p1", "flashinfer-p1-tc")
 
 
@@ -303,7 +305,7 @@ def main() -> int:
     large = [shape for shape in shapes if shape not in small]
     what = (
         f"the shard's own time of a decode step, median of {ROUNDS} rounds of {STEPS} in turns, "
-        f"{ROUNDS_ALONE} where one fills the card; graphs {GRAPHS}"
+        f"alone where one fills the card; graphs {GRAPHS}"
     )
     rows: list[dict[str, Any]] = []
 
@@ -332,13 +334,13 @@ def main() -> int:
                     name = f"{c.name}-{batch}x{context}"
                     c.profile(prompts_of(batch, context), options.profile / name)
             if large:  # one after another, the smallest pages first: weights leave with their shard
-                most = max(tokens_of(*shape, ROUNDS_ALONE) for shape in large)
+                most = max(tokens_of(*shape, ROUNDS) for shape in large)
                 each(lambda c: c.warm_up(0), contestants)
                 for contestant in sorted(contestants, key=lambda c: c.bytes):
                     alone = [contestant]
                     each(lambda c: c.warm_up(most), alone)
                     for batch, context in large:
-                        run(alone, batch, context, ROUNDS_ALONE)
+                        run(alone, batch, context, ROUNDS)
                     contestant.shards.stop()
         finally:
             for contestant in started:

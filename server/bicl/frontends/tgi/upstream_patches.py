@@ -71,6 +71,7 @@ def _mend_flash_causal_lm(module: Any) -> None:
 
 def _check_models(module: Any, *, release: Release) -> None:
     from bicl.frontends.tgi import prefixes
+    from bicl.frontends.tgi.texts import decode_directly
 
     if not module.FLASH_ATTENTION:
         raise ConfigError(
@@ -95,6 +96,7 @@ def _check_models(module: Any, *, release: Release) -> None:
             from bicl.frontends.tgi.hook import end_process
 
             end_process(str(error))
+        decode_directly(model.tokenizer)
         logger.info(
             "bicl: cache in place, text-generation-inference %s, pages of %d tokens",
             release.name,
