@@ -8,23 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bicl.cache.policy import DEFAULT_POLICY
-from bicl.cache.tiers import Copy, PageTiers
+from bicl.cache.tiers import Copy, Done, PageTiers
 from bicl.cache.tiers.arena import HostArena
 
 __all__ = ["ledger_tiers"]
 
 PAGE_BYTES = 8
-
-
-class _Nothing:
-    def wait(self) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
-    def exposed_seconds(self) -> float | None:
-        return 0.0
 
 
 class _Ledger:
@@ -38,7 +27,7 @@ class _Ledger:
     def save(
         self, pages: Sequence[int], arena: HostArena, slots: Sequence[int], after: object
     ) -> Copy:
-        return _Nothing()
+        return Done()
 
     def load(
         self,
@@ -48,7 +37,7 @@ class _Ledger:
         slots: Sequence[int],
         after: object,
     ) -> Copy:
-        return _Nothing()
+        return Done()
 
 
 @contextmanager

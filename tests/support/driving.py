@@ -21,6 +21,9 @@ from bicl.frontends.http.request import (
     TokenEvent,
 )
 
+SIZES = {"max_total_tokens": 1000, "max_batch_size": 4, "max_batch_prefill_tokens": 300}
+"""Of an engine whose longer prompts are read in several chunks."""
+
 _numbers = itertools.count()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.driving import (
+    SIZES,
     answers,
     collect,
     generate,
@@ -30,13 +31,6 @@ CONFIG = HySparseConfig(text_kind="off", layers="0-2/3", floor_tokens=128, spars
 # A random model attends to everything alike: no choice of tiles could keep most of it.
 BOUNDS = GuardBounds(shadow_interval=8, min_mass_kept=0.0)
 SPARSE = {"hysparse": CONFIG, "guard": BOUNDS}
-SIZES = {"max_total_tokens": 1000, "max_batch_size": 4, "max_batch_prefill_tokens": 300}
-
-
-@pytest.fixture(scope="module")
-def dense(tiny) -> Engine:
-    with running(tiny, **SIZES) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

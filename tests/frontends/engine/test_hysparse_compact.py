@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.driving import (
+    SIZES,
     answers,
     collect,
     request,
@@ -30,13 +31,6 @@ CONFIG = HySparseConfig(
 )
 BOUNDS = GuardBounds(min_mass_kept=0.0)
 COMPACT = {"hysparse": CONFIG, "guard": BOUNDS}
-SIZES = {"max_total_tokens": 1000, "max_batch_size": 4, "max_batch_prefill_tokens": 300}
-
-
-@pytest.fixture(scope="module")
-def dense(tiny) -> Engine:
-    with running(tiny, **SIZES) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from bicl.cache.keys import Namespace, chain_key
 from bicl.cache.manager import BASE, CacheManager
 from bicl.cache.sequence import SequencePages
+from bicl.cache.tiers import Done
 
 Digest = bytes
 
@@ -178,16 +179,3 @@ class SimulatedMover:
             for page, slot in zip(pages, slots, strict=True):
                 self.contents[page] = list(self.slots[slot])
         return Done()
-
-
-class Done:
-    """A copy that ended."""
-
-    def wait(self) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
-    def exposed_seconds(self) -> float:
-        return 0.0

@@ -1,7 +1,7 @@
 """Pages outside the pool: host memory and disk. See :class:`PageTiers`."""
 
 from bicl.cache.tiers.costs import TransferCosts
-from bicl.cache.tiers.mover import Copy, HostMover, PageMover
+from bicl.cache.tiers.mover import Copy, Done, HostMover, PageMover
 from bicl.cache.tiers.stats import FAILURES, TierStats
 from bicl.cache.tiers.tiers import PageTiers
 from bicl.cache.tiers.transfers import Fetch, Promotion, Reservation
@@ -9,6 +9,7 @@ from bicl.cache.tiers.transfers import Fetch, Promotion, Reservation
 __all__ = [
     "FAILURES",
     "Copy",
+    "Done",
     "Fetch",
     "HostMover",
     "PageMover",

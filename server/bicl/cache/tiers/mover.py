@@ -9,7 +9,7 @@ import torch
 
 from bicl.cache.tiers.arena import HostArena
 
-__all__ = ["Copy", "HostMover", "PageMover", "Piece", "place_pieces"]
+__all__ = ["Copy", "Done", "HostMover", "PageMover", "Piece", "place_pieces"]
 
 
 class Copy(Protocol):
@@ -60,7 +60,7 @@ class PageMover(Protocol):
         """Copy one layer's part of slots to pages, once ``after`` is reached."""
 
 
-class _Done:
+class Done:
     """Copies that ended before they were reported."""
 
     def wait(self) -> None:
@@ -95,7 +95,7 @@ class HostMover:
             for pieces in self._pieces:
                 for piece in pieces:
                     memory[piece.start : piece.end].copy_(piece.rows[page])
-        return _Done()
+        return Done()
 
     def load(
         self,
@@ -108,7 +108,7 @@ class HostMover:
         for piece in self._pieces[layer]:
             for page, slot in zip(pages, slots, strict=True):
                 piece.rows[page].copy_(arena.slot(slot)[piece.start : piece.end])
-        return _Done()
+        return Done()
 
 
 class Piece(NamedTuple):
