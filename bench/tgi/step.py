@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -75,24 +75,28 @@ class Words:
     """Prompts of a word-level tokenizer: word i is token i, so that every token has a text, as in
     a real vocabulary. (TGI decodes a token without one again and again, with all behind it.)"""
 
+    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
+        self._others = vocab_size - 4  # beside the special ones
+
     def prompt(self, length: int, seed: str) -> list[int]:
         start = sum(seed.encode()) * 31
-        return [4 + (start + i) % (VOCAB_SIZE - 4) for i in range(length)]
+        return [4 + (start + i) % self._others for i in range(length)]
 
     def text(self, ids: list[int]) -> str:
         return " ".join(f"w{i}" for i in ids)
 
 
-def write_model(path: Path) -> None:
-    """Config, tokenizer, and a checkpoint file that only has to exist."""
+def write_model(path: Path, sizes: Mapping[str, Any] = LLAMA_8B) -> None:
+    """Config, tokenizer with a word a token, and a checkpoint file that only has to exist."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(LLAMA_8B))
+    config = {**LLAMA_8B, **sizes}
+    (path / "config.json").write_text(json.dumps(config))
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     words = {w: i for i, w in enumerate(special)}
-    words |= {f"w{i}": i for i in range(len(special), VOCAB_SIZE)}
+    words |= {f"w{i}": i for i in range(len(special), config["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
