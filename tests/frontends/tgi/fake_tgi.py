@@ -45,6 +45,8 @@ class FlashCausalLMBatch:
     @classmethod
     def from_tokenized(cls, pb, tokenizer, inputs, dtype, device):
         return pb
+class HeterogeneousNextTokenChooser:
+    def __call__(self, input_ids, scores, speculate): pass
 class FlashCausalLM:
     def init_kv_cache(self): pass
     def forward(self, batch, adapter_data): pass

@@ -47,6 +47,7 @@ def _mend_flash_causal_lm(module: Any) -> None:
     from bicl.frontends.tgi import hysparse, prefixes
     from bicl.frontends.tgi.graph_step import stage_in_one_launch
     from bicl.frontends.tgi.kv_cache import KVCache, nominal_share
+    from bicl.frontends.tgi.next_tokens import send_early
 
     sparsity = hysparse.shard_sparsity()
     if module.KVCache is not KVCache or overlay_config().block_size != module.BLOCK_SIZE:
@@ -65,6 +66,7 @@ def _mend_flash_causal_lm(module: Any) -> None:
     if overlay_config().verify_prefixes:
         prefixes.verify_claims(module.FlashCausalLM, module.FlashCausalLMBatch)
     stage_in_one_launch(module.FlashCausalLM)
+    send_early(module.HeterogeneousNextTokenChooser)
     if sparsity is not None:
         hysparse.watch(module.FlashCausalLM, sparsity)
 
@@ -96,7 +98,9 @@ def _check_models(module: Any, *, release: Release) -> None:
             from bicl.frontends.tgi.hook import end_process
 
             end_process(str(error))
-        decode_directly(model.tokenizer)
+        if not decode_directly(model.tokenizer):
+            kind = type(model.tokenizer).__name__
+            logger.info("bicl: %s decodes in a way of its own, which stays as it is", kind)
         logger.info(
             "bicl: cache in place, text-generation-inference %s, pages of %d tokens",
             release.name,
