@@ -260,7 +260,8 @@ def race(
 
     def add_row(contestant: Contestant) -> None:
         row = {"op": "step", "heads": "32/8", "shape": f"{batch}x{context}"}
-        rows.append(row | {"impl": contestant.name} | contestant.medians())
+        row |= {"impl": contestant.name} | ({"settled_s": settle} if settle else {})
+        rows.append(row | contestant.medians())
         print(*rows[-1].values(), flush=True)
 
     for number in range(rounds):
@@ -300,7 +301,7 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(f"{b}x{c}" for b, c in SHAPES))
     parser.add_argument("--seconds", type=float, default=3600, help="begin nothing after this")
     parser.add_argument(
-        "--settle", type=float, default=0, help="seconds in which a host cache takes new pages"
+        "--settle", default="0", help="seconds in which a host cache takes new pages; 0,3: both"
     )
     options = parser.parse_args()
     began = time.monotonic()
@@ -317,7 +318,8 @@ def main() -> int:
         if time.monotonic() - began > options.seconds:
             print(f"{batch}x{context} left out: no time", flush=True)
             return
-        rows.extend(race(contestants, batch, context, rounds, options.settle))
+        for settle in map(float, options.settle.split(",")):
+            rows.extend(race(contestants, batch, context, rounds, settle))
         print(f"{batch}x{context} done after {time.monotonic() - began:.1f} s", flush=True)
         if options.out:
             save(options.out, describe(what), rows)
