@@ -80,19 +80,3 @@ def test_on_the_cpu_nothing_is_copied(order: list[str]) -> None:
     ids, *_ = chooser()(None, None, 0)
     assert order == []
     assert ids.tolist() == [7, 9]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_copies_hold_what_was_chosen_on_a_gpu() -> None:
-    for rows in (1, 8, 128):
-        scores = torch.randn(rows, 5000, device="cuda", dtype=torch.bfloat16)
-        logprobs, ids = torch.log_softmax(scores, -1).max(-1)
-        expected = ids.clone(), logprobs.clone()
-        chooser = make_chooser((ids, logprobs, None, torch.ones_like(ids), None))
-        send_early(chooser)
-        for _ in range(3):  # memory of the copies before is used again
-            found = chooser()(None, scores, 0)
-            torch.cuda._sleep(1_000_000)
-            assert found[1].tolist() == expected[1].tolist()
-            assert found[0].tolist() == expected[0].tolist()
-            assert found[3].tolist() == [1] * rows
