@@ -19,10 +19,11 @@ BEFORE = (
 )
 KERNELS = Path("bench/results/kernels-h200.json")
 HOST_CACHE_STEPS = Path("bench/results/tgi-host-cache-h200.json")
+HOST_STEPS = Path("bench/results/tgi-host-cpu.json")
 SOAKS = (Path("bench/results/tgi-soak-h200.json"), Path("bench/results/tgi-soak-h200-x2.json"))
 LAYERS, HEADS = 32, "32/8"  # of the model whose steps are timed
 OURS, HALF, STOCK, CORES = "bicl", "bicl-fp8", "flashinfer-p1", "flashinfer-p1-tc"
-TOKEN_MAJOR, HOST_CACHE = "token-major", "bicl-host-cache"
+TOKEN_MAJOR, CHECKED, HOST_CACHE = "token-major", "bicl-checked", "bicl-host-cache"
 GAINS = {"32x4096": 1.3, "8x16384": 1.3, "32x16384": 1.4}  # over TGI's default; else GAIN
 GAIN, GAIN_OVER_CORES = 1.2, 1.07
 GAIN_OF_FP8 = {"32x4096": 1.15}
@@ -132,6 +133,18 @@ def host_cache_table(steps: Steps) -> str:
     return "\n".join(lines)
 
 
+def host_steps_table(steps: Steps) -> str:
+    """Host time of a step beyond its graph, us, on a CPU: ``python -m bench.tgi.host``."""
+    lines = [
+        "| rows | TGI's own cache | BICL | claims checked | and a host cache |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for shape, step in steps.items():
+        cells = [f"{step[name]['us']:.0f}" for name in ("tgi", OURS, CHECKED, HOST_CACHE)]
+        lines.append(f"| {shape.partition('x')[0]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def soak_table(rows: Iterable[Mapping[str, Any]]) -> str:
     """What long mixed traffic found, a column for each shard: ``python -m bench.tgi.soak``."""
     columns = [_soak_column(row) for row in rows]
@@ -205,7 +218,8 @@ def main() -> int:
     print(misses_table(steps, *map(load, BEFORE)), end="\n\n")
     soak = soak_table(soak_rows(*SOAKS))
     beside = host_cache_table(load(HOST_CACHE_STEPS))
-    print(step_table(steps), parts_table(steps), split, beside, soak, sep="\n\n")
+    host = host_steps_table(load(HOST_STEPS))
+    print(step_table(steps), parts_table(steps), split, host, beside, soak, sep="\n\n")
     missed = 0
     print()
     for what, value, least in verdicts({shape: {} for shape in PROMISED} | dict(steps)):

@@ -13,10 +13,12 @@ from bench.tgi.summary import (
     BEFORE,
     DEFAULT,
     HOST_CACHE_STEPS,
+    HOST_STEPS,
     KERNELS,
     SOAKS,
     attention_rows,
     host_cache_table,
+    host_steps_table,
     load,
     misses_table,
     parts_table,
@@ -77,7 +79,8 @@ def test_tables_are_those_of_the_result_files() -> None:
     misses = misses_table(steps, *(load(ROOT / path) for path in BEFORE))
     beside = host_cache_table(load(ROOT / HOST_CACHE_STEPS))
     soak = soak_table(soak_rows(*(ROOT / path for path in SOAKS)))
-    for table in (step_table(steps), parts_table(steps), split, misses, beside, soak):
+    host = host_steps_table(load(ROOT / HOST_STEPS))
+    for table in (step_table(steps), parts_table(steps), split, misses, host, beside, soak):
         assert table in PAGE
 
 
