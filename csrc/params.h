@@ -153,8 +153,9 @@ struct DecodeParams {
 
 // What is kept of every page of a sparse layer, a record each; see bicl/sparse/index.py.
 struct PageIndex {
-  // Of each KV head and centroid, [num_kv_heads][centroids]: a row of nibbles n; __half2 (a, b), a dim being a n + b; two
-  // bytes: the keys that it stands for, and in e5m2 the mean square of what a dim of theirs differs from it by.
+  // Of each KV head and centroid, [num_kv_heads][centroids]: a row of nibbles n; __half2 (a, b), a dim, turned as in
+  // hadamard.cuh, being a n + b; two bytes: the keys that it stands for, and in e5m2 the mean square of what a dim of
+  // theirs differs from it by.
   uint8_t* records;
   int64_t record_bytes;  // a multiple of 16
   int centroids;         // 2, 4 or 8

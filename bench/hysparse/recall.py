@@ -59,7 +59,7 @@ INDEXES = (
     Index("oracle-token", "true attention, single keys", (0, 0)),
     Index("centroids-8", "8 centroids, e4m3", (8, 16)),
     Index("centroids", "8 centroids, 4 bits", (4, 48)),
-    Index("centroids-turned", "the same, turned (Hadamard)", (4, 48)),
+    Index("centroids-unturned", "the same, rounded unturned", (4, 48)),
     Index("centroids-flat", "the same without their spread", (4, 40)),
     Index("centroids-4", "4 centroids, e4m3", (4, 8)),
     Index("centroids-2", "2 centroids, e4m3", (2, 4)),

@@ -6,6 +6,7 @@
 #include "../common/ptx.cuh"
 #include "../rotate_and_store/kernel.cuh"
 #include "../store_kv/kernel.cuh"
+#include "hadamard.cuh"
 
 namespace bicl::sparse {
 
@@ -93,8 +94,8 @@ class KeyClusters {
     __syncthreads();
   }
 
-  // Into the page's record: each mean in 16 steps between its least and its greatest dim, its keys and their spread
-  // around it. A pick that no key is nearest to, being equal to an earlier one, stands for itself.
+  // Into the page's record: each mean, turned, in 16 steps between its least and its greatest dim, its keys and their
+  // spread around it. A pick that no key is nearest to, being equal to an earlier one, stands for itself.
   __device__ __forceinline__ void put(const PageIndex& index, uint8_t* record, int head, int head_dim) const {
     float* means = reinterpret_cast<float*>(keys_ + pages_.page_size * pitch_);
     for (int dim = threadIdx.x; dim < head_dim; dim += kIndexThreads) {
@@ -119,20 +120,26 @@ class KeyClusters {
     const int rows = pages_.num_kv_heads * index.centroids, own = head * index.centroids;
     uint8_t* affine = record + rows * index.row_bytes;
     uint8_t* facts = affine + rows * sizeof(__half2);
+    const int lane = threadIdx.x % 32;
+    const float turn_scale = __frsqrt_rn(static_cast<float>(turn_block(head_dim)));
     for (int c = threadIdx.x / 32; c < index.centroids; c += kIndexThreads / 32) {
-      const float* mean = means + c * pages_.padded_head_dim;
+      float* mean = means + c * pages_.padded_head_dim;
       const int members = scratch_.members[c];
       float low = INFINITY, high = -INFINITY, spread = 0.f;
-      for (int dim = threadIdx.x % 32; dim < head_dim; dim += 32) {
-        low = fminf(low, mean[dim]);
-        high = fmaxf(high, mean[dim]);
-      }
       for (int key = 0; key < pages_.page_size; ++key) {
         if (scratch_.nearest[key] != c) continue;
-        for (int dim = threadIdx.x % 32; dim < head_dim; dim += 32) {
+        for (int dim = lane; dim < head_dim; dim += 32) {
           const float off = fmaf(value(key, dim), pages_.k_scale, -mean[dim]);
           spread = fmaf(off, off, spread);
         }
+      }
+      __syncwarp();
+      turn_row(mean, head_dim, lane);
+      for (int dim = lane; dim < head_dim; dim += 32) {
+        const float turned = __fmul_rn(mean[dim], turn_scale);
+        mean[dim] = turned;
+        low = fminf(low, turned);
+        high = fmaxf(high, turned);
       }
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) {
@@ -141,7 +148,7 @@ class KeyClusters {
         spread += __shfl_xor_sync(~0u, spread, step);
       }
       const __half2 steps = __floats2half2_rn((high - low) / kSteps, low);
-      if (threadIdx.x % 32 == 0) {
+      if (lane == 0) {
         scratch_.affine[c] = __half22float2(steps);
         reinterpret_cast<__half2*>(affine)[own + c] = steps;
         facts[2 * (own + c)] = members;
@@ -238,9 +245,9 @@ __device__ __forceinline__ void index_page(const Pages& pages, const PageIndex& 
   clusters.put(index, index.records + page * index.record_bytes, head, head_dim);
 }
 
-// Grid: (groups of `tokens` tokens, KV heads).
+// Grid: (groups of `tokens` tokens, KV heads). Eight CTAs an SM: a prompt's pages should find place at once.
 template <typename Stored>
-__global__ void __launch_bounds__(kIndexThreads)
+__global__ void __launch_bounds__(kIndexThreads, 8)
     index_pages_kernel(const __grid_constant__ IndexPagesParams p, int tokens) {
   ptx::grid_dependency_wait();  // and nobody is let in sooner than this ends: a choice of pages may read the index early
   extern __shared__ __align__(16) char keys[];

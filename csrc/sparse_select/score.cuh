@@ -4,6 +4,7 @@
 #pragma once
 
 #include "agree.cuh"
+#include "hadamard.cuh"
 #include "rows.cuh"
 #include "tiles_cta.cuh"
 
@@ -180,8 +181,8 @@ class Scorer {
     else c_.own_scores(query_head)[kOctet * turn + place] = score;
   }
 
-  // The queries of the group, weighted, as integers of 15 bits in two columns, for multiply(). A warp a head, a lane the
-  // eight elements of a word.
+  // The queries of the group, weighted and turned, as integers of 15 bits in two columns, for multiply(). A warp a head,
+  // a lane the eight elements of a word.
   __device__ __forceinline__ void put_queries() const {
     const int words = c_.p.index.row_bytes / 4;
 #pragma unroll 1
@@ -200,10 +201,10 @@ class Scorer {
       }
       float most = 0.f, squares = 0.f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        most = fmaxf(most, fabsf(values[i]));
-        squares = fmaf(values[i], values[i], squares);
-      }
+      for (int i = 0; i < 8; ++i) squares = fmaf(values[i], values[i], squares);
+      turn_eighths(values, c_.p.head_dim, c_.lane);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(values[i]));
       most = warp_max(most);
       squares = warp_sum(squares);
       const float step = most / kQueryMost, inverse = most > 0.f ? kQueryMost / most : 0.f;
@@ -229,7 +230,8 @@ class Scorer {
         at[0] = make_uint2(columns[0][0], columns[0][1]);
         at[4 * 2] = make_uint2(columns[1][0], columns[1][1]);
       }
-      const float bits = c_.p.scale * kLog2e, scale = bits * step;
+      const float bits = c_.p.scale * kLog2e;
+      const float scale = bits * step * rsqrtf(static_cast<float>(turn_block(c_.p.head_dim)));
       if (c_.lane == 0)
         c_.shared.scales[query_head] = make_float4(scale / 16, scale * static_cast<float>(sum),
                                                    bits * c_.p.scale / 2 * squares, 0.f);

@@ -10,7 +10,9 @@ from support.sparse import LENGTHS, STORED, UNSET, indexed_step, unpadded
 
 from bicl.attention.cuda import CudaBackend
 from bicl.cache.layout import PageLayout
+from bicl.ops.cpu import sparse as twin
 from bicl.ops.cuda import sparse
+from bicl.sparse.index import unpack_centroids
 
 pytestmark = pytest.mark.gpu
 
@@ -57,6 +59,23 @@ def test_equal_keys_leave_clusters_empty_and_ties_go_to_the_earlier_key(
     wanted = own.index.describe(rows.float().view(6, 64, 2, 64).transpose(1, 2))
     found = own.index.vectors[pages]
     assert torch.equal(unpadded(found, layout), unpadded(wanted, layout))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_rows_are_turned_where_dims_lie_far_out(backend: CudaBackend, head_dim: int) -> None:
+    layout = PageLayout(2, head_dim, torch.bfloat16, 64, 64 if head_dim % 64 == 0 else 32)
+    own = indexed_step(backend, [64 * 12], layout)
+    rows = own.step.key.clone()
+    rows[..., 5] += 60.0
+    rows[..., head_dim - 3] -= 90.0
+    backend.store(own.step.layer, rows, rows, own.step.slots)
+    sparse.index_pages(own.step.layer, own.index, own.step.slots)
+    keys = rows.float().view(12, 64, 2, head_dim).transpose(1, 2)
+    found = own.index.vectors[own.step.slots[63::64] // 64]
+    assert torch.equal(unpadded(found, layout), unpadded(own.index.describe(keys), layout))
+    turned = unpack_centroids(found, layout)[..., :-2]
+    rounded = (turned - twin.turned(twin.cluster_means(keys, 8)[..., :-2])).abs()
+    assert float(rounded.max()) < (60 + 90) / 15 / 4, "half of what unturned rows are off by"
 
 
 def test_slots_that_complete_no_page_or_are_skipped_touch_no_index_row(

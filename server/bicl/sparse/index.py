@@ -17,6 +17,7 @@ from bicl.ops.cpu.sparse import (
     quantise_rows,
     quantise_spreads,
     stored_rows,
+    turned,
 )
 from bicl.sparse.sgm import (
     CENTROID_TOKENS,
@@ -30,6 +31,9 @@ from bicl.sparse.sgm import (
 
 __all__ = ["LayerIndex", "index_bytes", "make_indexes", "unpack_centroids"]
 
+RECORDS = 2
+"""Version of what a record's bytes mean; 1 had centroids that were not turned."""
+
 
 @dataclass(frozen=True)
 class LayerIndex:
@@ -39,8 +43,9 @@ class LayerIndex:
         layer: the pages it describes.
         vectors: a record a page; those of pages that are not full hold anything. ``centroids``:
             uint8 ``[num_pages, n]``, for each head and centroid ``[H, C]``: the dims of the mean of
-            a cluster of the page's keys as 4-bit steps (rows of D32 / 2 bytes, D32: D rounded up to
-            32; of each word's bytes the low nibbles are four dims, the high ones the next four);
+            a cluster of the page's keys, turned (:func:`bicl.ops.cpu.sparse.turned`), as 4-bit
+            steps (rows of D32 / 2 bytes, D32: D rounded up to 32; of each word's bytes the low
+            nibbles are four dims, the high ones the next four);
             then float16 ``[H, C, 2]``, step and least value; then ``[H, C, 2]`` bytes, the keys in
             it (uint8) and their spread (float8_e5m2); then nothing up to a multiple of 16.
             ``bounds``: ``[num_pages, H, 2, D]``, minimum and maximum of each dim over the keys.
@@ -69,11 +74,17 @@ class LayerIndex:
     def bytes_per_page(self) -> int:
         return self.vectors[0].numel() * self.vectors.element_size()
 
+    @property
+    def meaning(self) -> str:
+        """Of the records' bytes: tiers that outlive the process keep pages of each apart."""
+        return f"{self.kind} {RECORDS}"
+
     def describe(self, keys: torch.Tensor) -> torch.Tensor:
         """Records of full pages of keys, float32 ``[n, H, page_size, D]``."""
         if self.kind == "centroids":
             rows = cluster_means(keys, keys.shape[2] // CENTROID_TOKENS)
-            return _pack_centroids(*quantise_rows(rows[..., :-2]), rows[..., -2], rows[..., -1])
+            stored = quantise_rows(turned(rows[..., :-2]))
+            return _pack_centroids(*stored, rows[..., -2], rows[..., -1])
         if self.kind in PAGE_GATES:
             return PAGE_GATES[self.kind].describe(keys).to(self.dtype)
         assert self.key_weight is not None

@@ -24,6 +24,7 @@ from bicl.ops.cpu.sparse import (
     quantise_spreads,
     select_tiles,
     stored_rows,
+    turned,
 )
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import PAGE_GATES, BoundGate, CentroidGate, SpatialGate
@@ -115,7 +116,7 @@ def _rows_of_e4m3(keys: torch.Tensor, count: int) -> torch.Tensor:
     rows = cluster_means(keys, count)
     means = rows[..., :-2].clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
     spreads = quantise_spreads(rows[..., -1:]).float()
-    return torch.cat((means, rows[..., -2:-1], spreads), dim=-1)
+    return torch.cat((turned(means), rows[..., -2:-1], spreads), dim=-1)
 
 
 def _rows_without_spread(keys: torch.Tensor, count: int) -> torch.Tensor:
@@ -125,22 +126,13 @@ def _rows_without_spread(keys: torch.Tensor, count: int) -> torch.Tensor:
     return rows
 
 
-def _rows_turned(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """Rounded after a turn that spreads the dims that lie far out over all: steps get smaller."""
+def _rows_unturned(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Rounded as they are: a dim that lies far out makes the steps of all others wide."""
     rows = cluster_means(keys, count)
-    turn = _hadamard(keys.shape[-1]).to(keys.device)
     stored = stored_rows(
-        *quantise_rows(rows[..., :-2] @ turn), rows[..., -2], quantise_spreads(rows[..., -1])
+        *quantise_rows(rows[..., :-2]), rows[..., -2], quantise_spreads(rows[..., -1])
     )
-    return torch.cat((stored[..., :-2] @ turn, stored[..., -2:]), dim=-1)
-
-
-def _hadamard(dims: int) -> torch.Tensor:
-    """float32 ``[dims, dims]``, its own inverse: blocks of the greatest power of two in them."""
-    block = torch.ones(1, 1)
-    while dims % (2 * len(block)) == 0:
-        block = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]) / 2**0.5, block)
-    return torch.kron(torch.eye(dims // len(block)), block)
+    return torch.cat((turned(stored[..., :-2]), stored[..., -2:]), dim=-1)
 
 
 def _bounds(rows: DecodeRows, choice: Choice) -> torch.Tensor:
@@ -222,7 +214,7 @@ def _oracle_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "centroids": _centroids,
     "centroids-flat": _centroids_of(8, _rows_without_spread),
-    "centroids-turned": _centroids_of(8, _rows_turned),
+    "centroids-unturned": _centroids_of(8, _rows_unturned),
     "centroids-2": _centroids_of(32, _rows_of_e4m3),
     "centroids-4": _centroids_of(16, _rows_of_e4m3),
     "centroids-8": _centroids_of(8, _rows_of_e4m3),

@@ -15,6 +15,7 @@ from support.tiered import HOST, cold, forget_pool, serve, tiered
 
 from bicl.errors import ConfigError
 from bicl.frontends.http.engine.sequence import Sequence
+from bicl.sparse import index
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds
 
@@ -158,6 +159,22 @@ def test_other_weights_find_nothing_on_disk(tiny, tmp_path: Path) -> None:
         serve(engine, request(ids))
     with tiered(replace(tiny, sha="other"), **disk) as engine:
         assert serve(engine, request(ids))[0].done.usage.cached_tokens == 0
+
+
+def test_an_index_whose_records_mean_something_else_finds_nothing_on_disk(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has as many bytes. Pages without an index are found."""
+    ids = prompt(200)
+    disk = {"disk_cache_dir": tmp_path, "disk_cache_bytes": 1 << 30}
+    sparse = {"hysparse": HySparseConfig(text_kind="off", layers="0-2/3")}
+    found = []
+    for records in (1, 1, 2):
+        monkeypatch.setattr(index, "RECORDS", records)
+        for options in (disk, disk | sparse):
+            with tiered(tiny, **options) as engine:
+                found.append(serve(engine, request(ids))[0].done.usage.cached_tokens)
+    assert found == [0, 0, 192, 192, 192, 0]
 
 
 def test_pages_come_while_the_request_queues(tiny) -> None:

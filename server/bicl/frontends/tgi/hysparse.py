@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from bicl.frontends.tgi.kv_cache import shard_backend
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.gate_file import with_gate
 from bicl.sparse.guard import Guard, GuardBounds, Signals
+from bicl.sparse.index import LayerIndex
 from bicl.sparse.refusals import ModelFacts, check_model
 from bicl.sparse.selection import SelectionRule, least_skipped, tiles_by_layer
 from bicl.sparse.shadow import ShadowBackend, make_shadow_backend
@@ -123,11 +124,10 @@ class ShardSparsity:
         self._least_skipped = least_skipped(self._config, layers[self.layers[0]].layout, device)
         self._dense_graphs = {}  # of the pages before
 
-    def index_tensors(self) -> dict[int, torch.Tensor]:
-        """By layer, what is kept beside the pages; the page is its first dim."""
-        if self._backend is None:
-            return {}
-        return {number: i.vectors for number, i in self._backend.sparse.indexes.items()}
+    @property
+    def indexes(self) -> Mapping[int, LayerIndex]:
+        """By layer, what is kept beside the pages."""
+        return {} if self._backend is None else self._backend.sparse.indexes
 
     def ratios(self, batch: int) -> torch.Tensor | None:
         """float32 ``[batch]`` at an address that never changes; ``None``: the step is dense.

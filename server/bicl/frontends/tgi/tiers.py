@@ -147,8 +147,8 @@ def make_tiers(model: Any) -> ShardTiers | None:
         )
     layers = [[cache.layer.pages] for cache in model.kv_cache]
     if (sparsity := shard_sparsity()) is not None:
-        for number, vectors in sparsity.index_tensors().items():
-            layers[number].append(vectors)
+        for number, index in sparsity.indexes.items():
+            layers[number].append(index.vectors)
     device = model.kv_cache[0].layer.device
     tiers = PageTiers(
         make_mover(layers),
@@ -176,7 +176,7 @@ def _disk_folder(config: OverlayConfig, rank: int) -> Path | None:
 
 
 def _fingerprint(model: Any) -> bytes:
-    """Whatever must be equal for a page's bytes to mean the same: weights, layout, rank."""
+    """Whatever must be equal for a page's bytes to mean the same: weights, layout, index, rank."""
     from text_generation_server.utils import weight_files
 
     files = weight_files(
@@ -185,6 +185,8 @@ def _fingerprint(model: Any) -> bytes:
     weights = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in map(Path, files)]
     layouts = {repr(cache.layer.layout) for cache in model.kv_cache}
     scales = [(cache.layer.k_scale, cache.layer.v_scale) for cache in model.kv_cache]
-    facts = (model.model_id, weights, sorted(layouts), scales, str(model.dtype))
+    facts: tuple[Any, ...] = (model.model_id, weights, sorted(layouts), scales, str(model.dtype))
+    if (sparsity := shard_sparsity()) is not None:
+        facts += (sorted((number, each.meaning) for number, each in sparsity.indexes.items()),)
     ranks = (model.rank, model.world_size, model.num_layers)
     return hashlib.sha256(repr((facts, ranks)).encode()).digest()

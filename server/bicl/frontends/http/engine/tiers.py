@@ -78,4 +78,7 @@ def _fingerprint(loaded: LoadedModel, runner: ModelRunner) -> bytes:
         digest.update(f"{layer.layout} {layer.k_scale} {layer.v_scale}".encode())
         for tensor in tensors:
             digest.update(f" {tensor.dtype}{list(tensor.shape[1:])}".encode())
+    if runner.shadow is not None:
+        for number, index in runner.shadow.sparse.indexes.items():
+            digest.update(f"\n{number} {index.meaning}".encode())
     return digest.digest()
