@@ -17,7 +17,7 @@ VOCABULARY = 5000
 class Greedy:
     """TGI's chooser, as far as greedy requests see of it."""
 
-    def __call__(self, input_ids: Any, scores: torch.Tensor, speculate: int) -> Any:
+    def __call__(self, input_ids: Any, scores: torch.Tensor, speculate: int, drafts: Any) -> Any:
         logprobs, ids = torch.log_softmax(scores, -1).max(-1)
         return ids, logprobs, None, torch.ones_like(ids), None
 
