@@ -65,7 +65,7 @@ RATIOS = (0.3, 0.5, 0.65, 0.8, 0.9)
 LENGTHS = (1024, 2048, 4096, 8000)
 OWN = HySparseConfig.variant
 INDEX_STUDIES = (
-    *(f"{OWN}-{how}" for how in ("flat", "unturned", "2", "4", "8")),
+    *(f"{OWN}-{how}" for how in ("flat", "unturned", "2", "4", "8", "16")),
     "bounds-16",
     "oracle-token",
 )

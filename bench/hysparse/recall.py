@@ -57,6 +57,7 @@ class Index:
 INDEXES = (
     Index("oracle", "true attention", (0, 0)),
     Index("oracle-token", "true attention, single keys", (0, 0)),
+    Index("centroids-16", "16 centroids, 4 bits", (8, 96)),
     Index("centroids-8", "8 centroids, e4m3", (8, 16)),
     Index("centroids", "8 centroids, 4 bits", (4, 48)),
     Index("centroids-unturned", "the same, rounded unturned", (4, 48)),

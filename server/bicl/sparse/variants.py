@@ -218,6 +218,7 @@ VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "centroids-2": _centroids_of(32, _rows_of_e4m3),
     "centroids-4": _centroids_of(16, _rows_of_e4m3),
     "centroids-8": _centroids_of(8, _rows_of_e4m3),
+    "centroids-16": _centroids_of(4, centroid_rows),
     "bounds": _bounds,
     "bounds-16": _bounds_16,
     "gate": _gate,
