@@ -54,6 +54,25 @@ def test_an_engine_turns_keys_where_it_stores_them(family: str) -> None:
     assert results[0] == results[1]
 
 
+def test_the_product_behind_attention_is_told_of_its_pairs() -> None:
+    model = bicl_model("llama")
+    fuse_layers(model)
+    told: list[int | None] = []
+    for layer in model.model.layers:
+        product = layer.forward._add_linear
+
+        def noted(*given: object, _product=product, attention_pairs=None) -> None:
+            told.append(attention_pairs)
+            _product(*given, attention_pairs=attention_pairs)
+
+        layer.forward._add_linear = noted
+    logits(model)
+    heads = model.config.num_key_value_heads
+    layers = model.config.num_hidden_layers
+    steps = [PROMPT.numel() * heads, None] * layers + [heads, None] * layers
+    assert told[-len(steps) :] == steps  # ahead of them the cache tries the model
+
+
 def test_products_with_a_bias_and_a_part_that_is_no_gate() -> None:
     model = bicl_model("llama", attention_bias=True, mlp_bias=True)
     for layer in model.model.layers:

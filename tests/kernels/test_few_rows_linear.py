@@ -58,6 +58,15 @@ def test_both_forms_take_any_number_of_rows(rows: int) -> None:
     torch.testing.assert_close(out.float(), 2 * expected, rtol=4e-3, atol=4e-2)
 
 
+@pytest.mark.parametrize("pairs", [1, 8, 64])
+def test_when_a_product_is_let_in_changes_no_bit(pairs: int) -> None:
+    x, weight = torch.randn(1, 128, device="cuda").half(), torch.randn(48, 128, device="cuda")
+    out, other = torch.ones(1, 48, device="cuda").half(), torch.ones(1, 48, device="cuda").half()
+    add_linear(out, x, weight.half())
+    add_linear(other, x, weight.half(), attention_pairs=pairs)
+    assert torch.equal(out, other)
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     rows = torch.zeros(17, 64, device="cuda").half()
     out = torch.zeros(17, 16, device="cuda").half()

@@ -12,7 +12,8 @@ from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import KVPool, LayerCache
 from bicl.cache.layout import PageLayout
 from bicl.ops.cuda import library
-from bicl.ops.cuda.decode_attention import MIN_BATCH, DecodePlanner
+from bicl.ops.cuda import linear as products
+from bicl.ops.cuda.decode_attention import MIN_BATCH, DecodePlanner, leaves_sms_idle
 
 LAYOUT = PageLayout(2, 64, torch.float16)
 
@@ -109,3 +110,24 @@ def test_graphs_keep_the_memory_that_larger_batches_outgrow(
         plans.append(plan_for(planner, layer(), meta, 4, -1)[0])
     assert plans[0] is not plans[1]
     assert any(plans[0] is kept for kept in planner._outgrown)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "sms", "idle"),
+    [(1, 132, True), (8, 132, True), (9, 132, False), (8, 114, False), (9, 148, True)],
+)
+def test_clusters_of_few_pairs_leave_sms_idle(pairs: int, sms: int, idle: bool) -> None:
+    assert leaves_sms_idle(pairs, sms) is idle
+
+
+@pytest.mark.parametrize(("pairs", "early"), [(None, True), (8, False), (16, True)])
+def test_a_product_behind_few_pairs_waits_for_them(
+    pairs: int | None, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[object, ...]] = []
+    module = SimpleNamespace(few_rows_linear=lambda *given: calls.append(given))
+    monkeypatch.setattr(library, "module", lambda: module)
+    monkeypatch.setattr(products, "_sms", lambda device: 132)
+    rows, weight = torch.zeros(1, 64), torch.zeros(16, 64)
+    products.add_linear(torch.zeros(1, 16), rows, weight, attention_pairs=pairs)
+    assert [call[-2:] for call in calls] == [(True, early)]

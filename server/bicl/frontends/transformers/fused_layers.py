@@ -238,7 +238,9 @@ class _FusedLayer:
         out = cache.attend(
             rows, query.transpose(0, 1)[None], keywords.get("attention_mask"), **self._options
         )
-        self._add_linear(hidden, out[0].flatten(1), self._o_proj.weight, self._o_proj.bias)
+        pairs = len(hidden) * self._heads[1]  # as of a decode step of so many rows
+        o_proj, attended = self._o_proj, out[0].flatten(1)
+        self._add_linear(hidden, attended, o_proj.weight, o_proj.bias, attention_pairs=pairs)
         normed = self._norms[1](hidden)
         if self._gate_up is None:
             hidden.add_(self._mlp(normed[None])[0])

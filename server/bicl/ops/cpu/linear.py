@@ -20,8 +20,10 @@ def add_linear(
     rows: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    attention_pairs: int | None = None,
 ) -> None:
-    """``target [T, N] += linear(rows, weight, bias)``."""
+    """``target [T, N] += linear(rows, weight, bias)``. ``attention_pairs``: for the CUDA twin."""
     if bias is None:
         target.addmm_(rows, weight.t())
     else:

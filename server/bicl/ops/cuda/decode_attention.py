@@ -13,9 +13,17 @@ if TYPE_CHECKING:
     from bicl.attention.metadata import AttentionMetadata
     from bicl.attention.pool import LayerCache
 
-__all__ = ["DecodePlanner", "PlanKind", "decode_attention", "plan_bytes", "plan_decode"]
+__all__ = [
+    "DecodePlanner",
+    "PlanKind",
+    "decode_attention",
+    "leaves_sms_idle",
+    "plan_bytes",
+    "plan_decode",
+]
 
 MIN_BATCH = 256
+MIN_CLUSTER_SMS, MAX_CLUSTER = 128, 8
 
 
 def decode_attention(
@@ -68,6 +76,12 @@ def decode_attention(
 def plan_bytes(batch: int) -> int:
     """Bytes of any plan of a decode step of at most ``batch`` sequences."""
     return int(library.module().decode_plan_bytes(batch))
+
+
+def leaves_sms_idle(num_pairs: int, num_sms: int) -> bool:
+    """Whether clusters of 8 CTAs, one of each (sequence, KV head) pair, occupy at most half of the
+    SMs, as they do on large cards where pairs are few (``csrc/decode_attention/schedule.h``)."""
+    return num_sms >= MIN_CLUSTER_SMS and 2 * MAX_CLUSTER * num_pairs <= num_sms
 
 
 def plan_decode(

@@ -3,10 +3,13 @@ the memory's rate, of more by cuBLAS."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from bicl.ops.cpu import linear as torchs
 from bicl.ops.cuda import library
+from bicl.ops.cuda.decode_attention import leaves_sms_idle
 
 __all__ = ["MAX_ROWS", "add_linear", "linear"]
 
@@ -31,10 +34,20 @@ def add_linear(
     rows: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    attention_pairs: int | None = None,
 ) -> None:
-    """``target [T, N] += linear(rows, weight, bias)``."""
+    """``target [T, N] += linear(rows, weight, bias)``.
+
+    Args:
+        attention_pairs: the kernel ahead is decode attention with so many (sequence, KV head)
+            pairs. Where that leaves half of the SMs idle, the product waits for its end: let in
+            early it made decode steps of one row longer on an H200, with more pairs shorter
+            (``bench.serving --parts side``).
+    """
     if _fits(rows, weight):
-        library.module().few_rows_linear(target, rows, weight, bias, True, True)
+        early = attention_pairs is None or not leaves_sms_idle(attention_pairs, _sms(rows.device))
+        library.module().few_rows_linear(target, rows, weight, bias, True, early)
     else:
         torchs.add_linear(target, rows, weight, bias)
 
@@ -42,3 +55,9 @@ def add_linear(
 def _fits(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     outputs, depth = weight.shape
     return rows.shape[0] <= MAX_ROWS and outputs % 16 == 0 and depth % 64 == 0
+
+
+@functools.cache
+def _sms(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
