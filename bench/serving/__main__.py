@@ -74,7 +74,7 @@ def side_part(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[Row]
         return
     shapes = [(1, 1024), (1, 16384), (8, 4096), (32, 1024), (32, 4096), (64, 1024), (128, 1024)]
     steps = [StepShape((1,) * batch, (context - 1,) * batch) for batch, context in shapes]
-    steps += [StepShape((2048,), (0,)), StepShape((2048,), (8192,))]
+    steps += [StepShape((2048,), (0,))]
     sizes = {"max_batch_size": 1, "max_total_tokens": 4864, "num_pages": 2048}
     with running(loaded, cuda_graphs=False, max_batch_prefill_tokens=2048, **sizes) as engine:
         yield from side_stream_rows(engine, steps, rounds=options.rounds)
