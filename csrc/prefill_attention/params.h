@@ -27,8 +27,8 @@ struct PrefillTile {
   int split;        // -1, or a SplitPlace
 };
 
-// Where a piece of a split tile leaves its partial: `slot` of the workspace, the pieces' slots in a row; `index`
-// counts the split tiles.
+// Where a piece of a split tile leaves its partial, among those of one KV head: `slot` of the workspace, the pieces'
+// slots in a row; `index` counts the split tiles. Heads lie PrefillHeader::head_partials apart.
 struct SplitPlace {
   int slot, index, pieces;
 
@@ -47,12 +47,16 @@ struct PrefillStart {
 };
 
 struct PrefillHeader {
-  int num_tiles;          // tile list entries (split pieces counted)
+  int num_tiles;          // tile list entries (split pieces counted) of each section of KV heads but the last
   int heads_per_section;  // KV heads worked on at a time, so that their K and V stay in L2
   int num_splits;
   int next_ticket;        // beyond the first gridDim; the last CTA resets it
-  int work_tickets;       // num_tiles * KV heads
+  int work_tickets;
   int total_tickets;      // with the combine tickets
+  int tail_begin;         // the last section goes from this entry to num_tiles: see plan_tail.cuh
+  int split_heads;        // the last so many KV heads have the split tiles
+  int head_partials;      // partials of each of them
+  int ahead;              // so many blocks before its tile's end a CTA draws the next ticket
   int unused[2];
 };
 
@@ -66,6 +70,7 @@ struct PrefillPlan {
   PrefillStart* starts;     // [num_ctas]
   float2* partial_rows;     // [max_partials][kPrefillRows] (max, sum)
   float* partials;          // [max_partials][kPrefillRows * D]
+  int piece_step;           // 1, from one piece's slot to the next; a parameter for ptxas, see sm90/partials.cuh
   int max_tiles;
   int max_partials;
 };
@@ -117,13 +122,16 @@ struct PrefillParams {
   bool pdl;
 };
 
-// Ticket to (list entry, KV head): sections of KV heads outermost, heads of a section innermost.
-BICL_HD void split_ticket(int ticket, int entries, int section, int& entry, int& head) {
-  const int per_section = entries * section;
-  const int s = ticket / per_section;
-  const int rest = ticket - s * per_section;
+// Work ticket to (list entry, KV head): sections of KV heads outermost, heads of a section innermost.
+BICL_HD void split_ticket(int ticket, const PrefillHeader& header, int num_kv_heads, int& entry, int& head) {
+  const int section = header.heads_per_section, per_section = header.num_tiles * section;
+  int first_head = ticket / per_section * section;
+  const bool last = first_head + section >= num_kv_heads;  // it may have more tickets than the others
+  if (last) first_head = num_kv_heads - section;
+  const int rest = ticket - first_head * header.num_tiles;
   entry = rest / section;
-  head = s * section + rest - entry * section;
+  head = first_head + rest - entry * section;
+  if (last && entry >= header.tail_begin) entry += header.num_tiles - header.tail_begin;
 }
 
 }  // namespace bicl

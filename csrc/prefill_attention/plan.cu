@@ -20,6 +20,7 @@ int64_t lay_out(PrefillPlan& plan, char* base, int num_tokens, int batch, int gr
                 int num_ctas) {
   plan.max_tiles = max_tiles(num_tokens, batch, group_size, num_ctas);
   plan.max_partials = std::min(2 * num_ctas, kMaxPartials);
+  plan.piece_step = 1;
   int64_t offset = 0;
   auto take = [&](auto*& pointer, int64_t count) {
     pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(base + offset);

@@ -2,52 +2,15 @@
 // share of the work.
 #pragma once
 
-#include "../common/ptx.cuh"
-#include "params.h"
+#include "plan_tail.cuh"
 
 namespace bicl::prefill {
 
-constexpr int kPlanThreads = 256;
-constexpr int kPlanWarps = kPlanThreads / 32;
-constexpr int kBuckets = 16;  // cost classes; within one, sequences stay together for L2
 constexpr int kMinPieceBlocks = 2;
-constexpr int kCandidates = 32;  // piece lengths tried, from a CTA's share to three times that
+// Who ends a tile first is then first to draw, yet the next tile's Q comes in time. Pieces that fill the card once are
+// short and wait for memory: what follows them is asked for at once.
+constexpr int kDrawAhead = 6;
 constexpr int64_t kSectionBytes = 24 << 20;  // K and V worked on at a time; L2 is 50 MB
-
-struct PlanShared {
-  int warp_sums[kPlanWarps];
-  long long warp_work[kPlanWarps], warp_keys[kPlanWarps];
-  int warp_max[kPlanWarps];
-  int candidate_pieces[kCandidates];
-  int num_splits, num_partials;
-  int counts[kPlanThreads * (kBuckets + 1)];  // [bucket][thread], see count_at
-  int first_tile[1];                      // [batch + 1]
-};
-
-// Counts are scanned kBuckets to a thread: a word of padding after each run keeps the banks apart.
-__device__ __forceinline__ int& count_at(PlanShared& s, int i) { return s.counts[i + i / kBuckets]; }
-
-// Exclusive prefix sum over the block; `total` is the sum.
-__device__ int block_exclusive_sum(int value, PlanShared& s, int& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int inclusive = value;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(~0u, inclusive, d);
-    if (lane >= d) inclusive += other;
-  }
-  __syncthreads();
-  if (lane == 31) s.warp_sums[warp] = inclusive;
-  __syncthreads();
-  int before = 0;
-  total = 0;
-#pragma unroll
-  for (int w = 0; w < kPlanWarps; ++w) {
-    if (w < warp) before += s.warp_sums[w];
-    total += s.warp_sums[w];
-  }
-  return before + inclusive - value;
-}
 
 // Walks the flat list of tiles: sequences ascending, tiles of a sequence from its end.
 struct Cursor {
@@ -163,27 +126,33 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   const int run = (tiles + kPlanThreads - 1) / kPlanThreads;
   const int first = min(thread * run, tiles), last = min(first + run, tiles);
   const Cursor start(p, s, min(first, max(tiles - 1, 0)));
-  int max_cost = 1;
+  int max_cost = 1, min_cost = kUnlimited;
   if (first < last) {
     Cursor cursor = start;
     for (int t = first; t < last; ++t, cursor.next()) {
       work += cursor.cost();
       max_cost = max(max_cost, cursor.cost());
+      min_cost = min(min_cost, cursor.cost());
     }
   }
   max_cost = __reduce_max_sync(~0u, max_cost);
+  min_cost = __reduce_min_sync(~0u, min_cost);
 #pragma unroll
   for (int d = 16; d; d /= 2) {
     work += __shfl_xor_sync(~0u, work, d);
     keys += __shfl_xor_sync(~0u, keys, d);
   }
-  if (lane == 0) s.warp_work[warp] = work, s.warp_keys[warp] = keys, s.warp_max[warp] = max_cost;
+  if (lane == 0) {
+    s.warp_work[warp] = work, s.warp_keys[warp] = keys;
+    s.warp_max[warp] = max_cost, s.warp_min[warp] = min_cost;
+  }
   __syncthreads();
   work = keys = 0;
   for (int w = 0; w < kPlanWarps; ++w) {
     work += s.warp_work[w];
     keys += s.warp_keys[w];
     max_cost = max(max_cost, s.warp_max[w]);
+    min_cost = min(min_cost, s.warp_min[w]);
   }
   int piece = piece_blocks(p, s, tiles, work, max_cost);
 
@@ -249,20 +218,25 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   __syncthreads();
   int section = p.num_kv_heads;
   while (section > 1 && (p.num_kv_heads % section || keys * p.kv_bytes * section > kSectionBytes)) --section;
-  for (int ticket = thread; ticket < min(p.num_ctas, total * p.num_kv_heads); ticket += kPlanThreads) {
+  Tail tail = {total, 0, 0};
+  if (p.allow_split && s.num_splits == 0) tail = plan_tail(p, s, total, section, min_cost, max_cost);
+  PrefillHeader header = {};
+  header.num_tiles = total;
+  header.heads_per_section = section;
+  header.num_splits = s.num_splits + tail.splits;
+  header.work_tickets = total * (p.num_kv_heads - section) + (tail.begin + tail.pieces) * section;
+  header.tail_begin = tail.begin;
+  header.split_heads = tail.splits > 0 ? section : p.num_kv_heads;
+  header.head_partials = s.num_partials + tail.pieces;
+  header.ahead = s.num_splits > 0 ? kUnlimited : kDrawAhead;
+  header.total_tickets =
+      header.work_tickets + header.num_splits * header.split_heads * (p.padded_head_dim / kCombineDims);
+  if (thread == 0) *plan.header = header;
+  __syncthreads();  // pieces are in the list
+  for (int ticket = thread; ticket < min(p.num_ctas, header.work_tickets); ticket += kPlanThreads) {
     int entry, head;
-    split_ticket(ticket, total, section, entry, head);
+    split_ticket(ticket, header, p.num_kv_heads, entry, head);
     plan.starts[ticket] = {plan.tiles[entry], head};
-  }
-  if (thread == 0) {
-    PrefillHeader header = {};
-    header.num_tiles = total;
-    header.heads_per_section = section;
-    header.num_splits = s.num_splits;
-    header.work_tickets = total * p.num_kv_heads;
-    header.total_tickets =
-        header.work_tickets + s.num_splits * p.num_kv_heads * (p.padded_head_dim / kCombineDims);
-    *plan.header = header;
   }
 }
 

@@ -19,7 +19,7 @@ from support.cases import (
 )
 from support.compare import assert_close_enough, assert_lse_close
 from support.device import DEVICE, truth_of
-from support.prefill import check, check_replays, packed_step, run
+from support.prefill import check, check_replays, num_splits, packed_step, run
 
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.pool import LayerCache
@@ -296,6 +296,36 @@ def test_pools_above_two_billion_elements() -> None:
         expected, _ = run(small, scale=0.1, force_sm80=force_sm80)
         out, _ = run(large, scale=0.1, force_sm80=force_sm80)
         assert torch.equal(out, expected)
+
+
+LAST_WAVES = {
+    "all heads in a section": (1, ((880, 9072),) * 6),
+    "four heads in a section": (8, ((320, 4416),) * 2),
+    "a head in a section": (8, ((256, 4352),) * 7),
+}
+
+
+@pytest.mark.parametrize("window_left", [-1, 4000])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", list(LAST_WAVES))
+def test_tiles_that_would_leave_sms_idle_at_the_end(
+    name: str, head_dim: int, window_left: int
+) -> None:
+    """Tiles of equal cost, some more than fill 132 SMs: the last ones' keys are cut into shares."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only the wgmma kernel splits keys")
+    if torch.cuda.get_device_properties(DEVICE).multi_processor_count != 132:
+        pytest.skip("made for 132 SMs")
+    kv_heads, lengths = LAST_WAVES[name]
+    layout = layout_of(kv_heads, head_dim, torch.bfloat16)
+    step = packed_step(lengths, layout, group=4, dtype=torch.bfloat16)
+    options = {"scale": 0.09, "window_left": window_left}
+    assert num_splits(step, window_left=window_left) > 0
+    assert num_splits(step, window_left=window_left, deterministic=True) == 0
+    for deterministic in (False, True):
+        check(step, deterministic=deterministic, **options)
+    if window_left < 0:
+        check_replays(CudaBackend(), step, scale=0.09)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from support.cases import Step, build_step
@@ -11,7 +12,12 @@ from support.device import DEVICE, truth_of
 
 from bicl.attention.cuda import CudaBackend
 from bicl.cache.layout import PageLayout
-from bicl.ops.cuda.prefill_attention import plan_prefill, prefill_attention, workspace_bytes
+from bicl.ops.cuda.prefill_attention import (
+    PrefillPlan,
+    plan_prefill,
+    prefill_attention,
+    workspace_bytes,
+)
 
 
 def packed_step(
@@ -21,6 +27,31 @@ def packed_step(
     step = build_step(lengths, layout, device=DEVICE, filled=False, **options)  # type: ignore[arg-type]
     CudaBackend().store(step.layer, step.key, step.value, step.slots)
     return step
+
+
+def _plan(step: Step, **options: Any) -> PrefillPlan:
+    """In a poisoned workspace."""
+    query, meta, layout = step.query, step.meta, step.layer.layout
+    group = query.shape[1] // layout.num_kv_heads
+    num_bytes = workspace_bytes(
+        query.shape[0], meta.batch_size, group, layout.padded_head_dim, DEVICE
+    )
+    workspace = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    return plan_prefill(
+        workspace,
+        step.layer,
+        meta.cu_seqlens_q,
+        meta.cache_seqlens,
+        num_tokens=query.shape[0],
+        num_q_heads=query.shape[1],
+        causal=meta.causal,
+        **options,
+    )
+
+
+def num_splits(step: Step, **options: Any) -> int:
+    """How many tiles of a KV head the plan splits: the third word of csrc's PrefillHeader."""
+    return int(_plan(step, **options).workspace[8:12].view(torch.int32))
 
 
 def run(
@@ -35,20 +66,9 @@ def run(
     repeats: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs and workspace poisoned beforehand; ``repeats`` runs of one plan must agree."""
-    query, meta, layout = step.query, step.meta, step.layer.layout
-    group = query.shape[1] // layout.num_kv_heads
-    num_bytes = workspace_bytes(
-        query.shape[0], meta.batch_size, group, layout.padded_head_dim, DEVICE
-    )
-    workspace = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
-    plan = plan_prefill(
-        workspace,
-        step.layer,
-        meta.cu_seqlens_q,
-        meta.cache_seqlens,
-        num_tokens=query.shape[0],
-        num_q_heads=query.shape[1],
-        causal=meta.causal,
+    query, meta = step.query, step.meta
+    plan = _plan(
+        step,
         window_left=window_left,
         window_right=window_right,
         deterministic=deterministic,

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "../../common/wgmma.cuh"
-#include "output.cuh"
 #include "partials.cuh"
 
 namespace bicl::prefill::sm90 {
@@ -41,9 +40,6 @@ struct Consumer {
   // part where ptxas serialises products otherwise.
   static constexpr int kHeld = kKeys / 2;  // scores of a thread
   static constexpr int kSplit = C::kWiden ? kHeld : kHeld / 2;
-  // A result leaves through the memory of the tile's own Q, which is kept until then; not where ptxas then serialises
-  // products.
-  static constexpr bool kOwnQueries = !C::kWiden && D == 128;
   static constexpr bool kHalfPartials = !kLocal && !kCap && !C::kWiden;
   const PrefillParams& p;
   Control& control;
@@ -193,29 +189,21 @@ struct Consumer {
     release(control.value_empty[values.stage]);
   }
 
-  // Stores the result of assignment `slot` and gives back the slot and, where the next tile has another, its Q.
+  // Stores the result of assignment `slot` and gives the slot back.
   __device__ __forceinline__ void end_tile(int slot, int local_row, RunningSoftmax& result) {
     const Assignment& a = control.assignments[slot];
-    const uint32_t buffer = (query_count - 1) % C::kQueryBuffers;
     result.finish();
     if (a.tile.split >= 0) {
       store_partial<D, kHalfPartials>(p, a, threadIdx.x - 128, o, result);
     } else {
       const int row = a.tile.row + local_row;
       const float inverse[2] = {result.inverse(0, p.pages.v_scale), result.inverse(1, p.pages.v_scale)};
-      if constexpr (kOwnQueries) {
-        const uint32_t stage = ptx::smem_address(&control) - C::kControlOffset + buffer * C::kQueryBytes;
-        store_rows_through<E, D>(stage + consumer * C::kPageBytes, p, a, a.tile.row + consumer * 64,
-                                 threadIdx.x % 128, o, inverse);
-      } else {
-        store_rows<E>(p, a.tile, a.head, row, 0, o, inverse);
-      }
+      store_rows<E>(p, a.tile, a.head, row, 0, o, inverse);
       const float lse[2] = {result.lse(0), result.lse(1)};
       store_lse(p, a.tile, a.head, row, lse);
     }
     __syncwarp();
     release(control.taken[slot]);
-    if constexpr (kOwnQueries) release(control.query_empty[buffer]);
   }
 
   __device__ __forceinline__ const Assignment& await_assignment(uint32_t i) {
@@ -257,7 +245,7 @@ struct Consumer {
     }
     if constexpr (kLocal)
       for (; block >= blocks.begin; --block) step<true, C::kPages>(visible, block);
-    if constexpr (!kOwnQueries) release(control.query_empty[query_count % C::kQueryBuffers]);
+    release(control.query_empty[query_count % C::kQueryBuffers]);
     ++query_count;
   }
 

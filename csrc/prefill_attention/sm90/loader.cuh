@@ -79,7 +79,8 @@ struct KeyLoader {
   }
 
   // Order of use: K of the last block, then K of the next and V of the one before. What comes after this tile
-  // is found out meanwhile, in three steps none of which waits for memory.
+  // is found out meanwhile, in three steps none of which waits for memory, from PrefillHeader::ahead blocks before its
+  // end.
   __device__ __forceinline__ void load_tile(const PrefillTile& tile, int head) {
     const Blocks<KV, D> blocks(p, tile);
     const int num_keys = min(blocks.pages * kPageKeys, tile.key_len);
@@ -88,21 +89,23 @@ struct KeyLoader {
       const int page = block * C::kPages + lane / C::kDimTiles;
       return page >= 0 && page < blocks.pages ? __ldg(table + page) : 0;
     };
-    draw();
+    const int ask = max(blocks.end - blocks.begin - control.header.ahead, 0);
+    if (ask == 0) draw();
     int before = 0, current = page_of(blocks.end - 1), done = 0;
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.begin; --block, ++done) {
+      if (done > 0 && done == ask) draw();
       const int next = page_of(block - 1);
       load<0>(head, num_keys, block, current);
       if (done > 0) load<1>(head, num_keys, block + 1, before);
       ++count;
-      if (done == 0) look_up();
-      if (done == 1) publish();
+      if (done == ask) look_up();
+      if (done == ask + 1) publish();
       before = current;
       current = next;
     }
     load<1>(head, num_keys, blocks.begin, before);
-    if (done == 1) publish();
+    if (done == ask + 1) publish();
   }
 
   __device__ __forceinline__ void draw() {
@@ -118,14 +121,14 @@ struct KeyLoader {
     next = {ticket, Task::kEnd, 0, 0, 0};
     if (ticket < work) {
       next.task = Task::kTile;
-      split_ticket(ticket, header.num_tiles, header.heads_per_section, entry, next.head);
+      split_ticket(ticket, header, p.pages.num_kv_heads, entry, next.head);
     } else if (ticket < total) {
       constexpr int kSlices = D / kCombineDims;
       const int index = (ticket - work) / kSlices;
       next.task = Task::kCombine;
       next.column = (ticket - work) % kSlices * kCombineDims;
-      next.head = index % p.pages.num_kv_heads;
-      entry = p.plan.split_entries[index / p.pages.num_kv_heads];
+      next.head = p.pages.num_kv_heads - header.split_heads + index % header.split_heads;
+      entry = p.plan.split_entries[index / header.split_heads];
     } else if (lane == 0 && ticket == total + static_cast<int>(gridDim.x) - 1) {
       p.plan.header->next_ticket = 0;  // the last of all tickets is drawn: ready for the next launch
     }
@@ -140,7 +143,9 @@ struct KeyLoader {
     ptx::mbarrier_wait(ptx::smem_address(&control.taken[slot.stage]), slot.parity ^ 1);
     if (lane < kTileWords) reinterpret_cast<int*>(&a.tile)[lane] = next.word;
     if (lane == 0) {
+      const PrefillHeader& header = control.header;
       a.head = next.head;
+      a.shift = (next.head - (p.pages.num_kv_heads - header.split_heads)) * header.head_partials;
       a.column = next.column;
       a.task = next.task;
     }

@@ -14,7 +14,7 @@ struct Assignment {
   int head;
   Task task;
   int column;  // kCombine: first head dim to merge
-  int unused;
+  int shift;   // from the slots and counters of the first head with split tiles to this head's
 };
 
 constexpr int kTileWords = sizeof(PrefillTile) / sizeof(int);
