@@ -36,7 +36,7 @@ class FakeBatch:
     @classmethod
     def from_tokenized(cls, pb: Any, tokenizer: Any, inputs: Any, dtype: Any, device: Any) -> Any:
         batch = cls()
-        batch.prefilling = True
+        batch.prefilling, batch.speculative_ids = True, None
         batch.requests = list(pb.requests)
         batch.all_input_ids = [list(ids) for ids in inputs]
         batch.cache_lengths = [r.cache_len for r in pb.requests]
@@ -242,6 +242,26 @@ def test_replies_are_kept_too(hosted: Shard, tier: list[ShardTiers]) -> None:
     hosted.run(following, [*said, *ids(40, 7000)])
     assert following.cache_len == 128
     assert hosted.model.read([9, 8, 7, 6], 180) == [*said, *ids(40, 7000)]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_pages_are_kept_by_the_step_that_fills_them(
+    hosted: Shard, tier: list[ShardTiers], tokens: int
+) -> None:
+    """Of two requests that fill theirs at different steps, with drafts and without."""
+    requests = [request([1, 2, 3], 0), request([4, 5, 6], 0)]
+    pb = SimpleNamespace(requests=requests)
+    prompts = [ids(100), ids(60, 5000)]
+    batch = hosted.batch_class.from_tokenized(pb, None, prompts, None, None)
+    for step in range(60 // tokens):
+        hosted.model.generate_token(batch)
+        assert tier[0].settle(5)
+        expected = sum(length // PAGE for length in batch.cache_lengths)
+        assert tier[0].stats().saved_pages == expected, step
+        if tokens > 1:
+            batch.speculative_ids, batch.input_lengths = object(), [tokens] * 2
+            for said in batch.all_input_ids:
+                said += [2000 + step] * (tokens - 1)
 
 
 def test_other_adapters_pages_do_not_come(hosted: Shard, tier: list[ShardTiers]) -> None:

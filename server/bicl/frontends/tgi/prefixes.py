@@ -149,16 +149,20 @@ class _Keeper:
         if self.tiers is not None:
             self.tiers.end_step()
             self.tiers.saw_prefill(prefilled, seconds)
+        one_token_each = not prefilled and batch.speculative_ids is None
+        if one_token_each and getattr(batch, "bicl_quiet_steps", 0) > 0:
+            batch.bicl_quiet_steps -= 1
+            return
+        nearest = self._page_size  # tokens until a row's next page is whole
         rows = zip(batch.stopping_criterias, batch.cache_lengths, strict=True)
         for i, (criteria, length) in enumerate(rows):
             row = getattr(criteria, "bicl_row", None)
-            if row is None or length < row.next_length:
+            if row is None:
                 continue
-            whole = length // self._page_size
-            self._record(row, min(whole, row.chain.num_pages))
-            if whole > row.chain.num_pages and self.tiers is not None:
-                self._extend(row, batch.all_input_ids[i], whole)
-                self._record(row, whole)
+            if length >= row.next_length:
+                self._record_row(row, length // self._page_size, batch.all_input_ids[i])
+            nearest = min(nearest, row.next_length - length)
+        batch.bicl_quiet_steps = nearest - 1  # other rows come in a batch of their own
 
     def _bring(self, request: Any, chain: PageChain, pages: list[int], first: int) -> int:
         """Fill pages from the tiers, beginning with the ``first``; how many."""
@@ -194,6 +198,13 @@ class _Keeper:
             start=known,
             group=row.chain.group,
         )
+
+    def _record_row(self, row: _Row, whole: int, token_ids: list[int]) -> None:
+        """So many pages of a request are whole, those of its reply too."""
+        self._record(row, min(whole, row.chain.num_pages))
+        if whole > row.chain.num_pages and self.tiers is not None:
+            self._extend(row, token_ids, whole)
+            self._record(row, whole)
 
     def _record(self, row: _Row, whole: int) -> None:
         if whole <= row.recorded:
