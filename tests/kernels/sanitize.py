@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,6 +58,7 @@ TOOLS = ("memcheck", "racecheck")  # initcheck, too, sees reads whose values nob
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 SECONDS_LIMIT = 300
 PREFILL_LENGTHS = [(1, 1), (5, 70), (0, 50), (130, 200), (64, 0), (64, 700)]
+LAST_WAVE = [(64, 2304)] * 34  # of 136 equal tiles 132 are one wave; the keys of the rest are cut
 
 BF16 = PageLayout(2, 128, torch.bfloat16), 4, torch.bfloat16
 NARROW_TILES = PageLayout(1, 96, torch.float16, 32, 32), 12, torch.float16
@@ -115,11 +116,13 @@ def decode(shape: Shape, *schedules: dict[str, object]) -> None:
         backend.run(step.query, step.layer, step.meta, scale=0.1)
 
 
-def prefill(shape: Shape, *variants: dict[str, bool]) -> None:
+def prefill(
+    shape: Shape,
+    *variants: dict[str, bool],
+    lengths: Sequence[tuple[int, int]] = PREFILL_LENGTHS,
+) -> None:
     layout, group, dtype = shape
-    step = build_step(
-        PREFILL_LENGTHS, layout, group=group, dtype=dtype, device=DEVICE, filled=False
-    )
+    step = build_step(lengths, layout, group=group, dtype=dtype, device=DEVICE, filled=False)
     CudaBackend().store(step.layer, step.key, step.value, step.slots)
     query, meta = step.query, step.meta
     tokens, batch = query.shape[0], meta.batch_size
@@ -242,6 +245,7 @@ GROUPS: dict[str, tuple[Callable[[], None], ...]] = {
     "decode, fp8": (partial(decode, FP8, STREAM_K, CLUSTERS, CUT_BY_KEYS),),
     "decode, sm_80": (partial(decode, BF16, SM80),),
     "prefill": (partial(prefill, BF16, {}, CUT_BY_KEYS),),
+    "prefill, last wave": (partial(prefill, BF16, {}, lengths=LAST_WAVE),),
     "prefill, fp8": (partial(prefill, FP8, {}),),
     "prefill, mma": tuple(partial(prefill, shape, SM80) for shape in (BF16, NARROW_TILES, FP8)),
     "choice of pages": (partial(choose, BF16),),
