@@ -22,6 +22,7 @@ from bench.tgi.summary import (
     load,
     misses_table,
     parts_table,
+    rows_of,
     soak_rows,
     soak_table,
     split_table,
@@ -77,7 +78,7 @@ def test_tables_are_those_of_the_result_files() -> None:
     steps = load(ROOT / DEFAULT)
     split = split_table(steps, attention_rows(ROOT / KERNELS))
     misses = misses_table(steps, *(load(ROOT / path) for path in BEFORE))
-    beside = host_cache_table(load(ROOT / HOST_CACHE_STEPS))
+    beside = host_cache_table(rows_of(ROOT / HOST_CACHE_STEPS))
     soak = soak_table(soak_rows(*(ROOT / path for path in SOAKS)))
     host = host_steps_table(load(ROOT / HOST_STEPS))
     for table in (step_table(steps), parts_table(steps), split, misses, host, beside, soak):
