@@ -21,11 +21,16 @@ TITLES = {
     "centroids served": "**`centroids`, as served**",
     "centroids served fitted": "as served, fitted",
     "centroids floor": "as served, `--hysparse-text-kind off`",
+    "centroids-unturned served": "as served, index rounded unturned",
+    "centroids-16 served": "as served, 16 centroids a page (no kernel)",
+    "oracle served": "pages by true attention, as served",
     "centroids": "floor off",
     "centroids fitted": "floor off, fitted",
+    "centroids-unturned": "floor off, index rounded unturned",
     "oracle": "pages by true attention, floor off",
 }
-"""Of the configurations that a server can run, and of the best choice of pages there is."""
+"""Of the configurations that a server can run, of other indexes, and of the best choice of pages
+there is."""
 
 
 def by_length(rows: Rows, ratio: float = RATIO) -> str:

@@ -10,9 +10,10 @@ import pytest
 
 from bench.hysparse import texts
 from bench.hysparse.arena import Setup
+from bench.hysparse.join import join, rename
 from bench.hysparse.measures import RARELY, plan
 from bench.hysparse.report import cells, leads, read_items, summarise, verdicts, write_report
-from bench.hysparse.tables import by_length
+from bench.hysparse.tables import by_length, of_presses
 from bench.hysparse.tasks import TASKS, make_samples
 from bench.hysparse.texts import KINDS, digest, prose_paragraphs, read_kind
 from bicl.sparse.policy import RATIO_SHARES
@@ -204,9 +205,48 @@ def test_a_lead_is_that_over_the_nearest_press_on_the_same_pieces() -> None:
     assert [row["tokens"] for row in leads(found)] == [4096, None]
 
 
-def test_the_hysparse_page_has_the_files_tables() -> None:
+def context(tokens: int, *results: list[Any]) -> dict[str, Any]:
+    record = {"measure": "perplexity", "kind": "code", "piece": 1, "tokens": tokens}
+    return {"item": f"perplexity {tokens}", "records": [record | {"results": list(results)}]}
+
+
+def test_a_later_runs_rows_take_the_place_of_our_own_variants() -> None:
+    dense, press = ["dense", 0.0, 1.0, 2.5], ["kvpress Any", 0.65, 0.36, 2.9]
+    earlier = [
+        context(1024, dense, ["centroids served", 0.65, 1.0, 2.5], ["centroids", 0.65, 0.4, 2.8]),
+        context(4096, dense, ["centroids served", 0.65, 0.4, 2.7], press),
+    ]
+    later = [
+        context(4096, dense, ["centroids served", 0.65, 0.4, 2.6], ["oracle", 0.65, 0.4, 2.5]),
+        context(8000, dense, ["centroids served", 0.65, 0.4, 2.6]),
+    ]
+    short, long = (item["records"][0]["results"] for item in join(earlier, later))
+    assert short == [dense, ["centroids served", 0.65, 1.0, 2.5]], "what is dense has no index"
+    assert long == [dense, ["centroids served", 0.65, 0.4, 2.6], press]
+    later[0]["records"][0]["results"][0] = ["dense", 0.0, 1.0, 2.5001]
+    with pytest.raises(ValueError, match=r"dense differs.*4096"):
+        join(earlier, later)
+
+
+def test_variants_are_renamed_and_how_they_are_run_is_not() -> None:
+    rows = [["centroids served", 0.65, 0.4, 2.7], ["centroids-flat", 0.65, 0.4, 2.7]]
+    (item,) = rename([context(4096, *rows)], {"centroids": "centroids-unturned"})
+    names = [row[0] for row in item["records"][0]["results"]]
+    assert names == ["centroids-unturned served", "centroids-flat"]
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("hysparse-quality", by_length),
+        ("hysparse-quality", of_presses),
+        ("hysparse-quality-spread", by_length),
+        ("hysparse-quality-indexes", by_length),
+    ],
+)
+def test_the_hysparse_page_has_the_files_tables(name: str, table: Any) -> None:
     root = Path(__file__).resolve().parents[3]
     page = (root / "docs" / "hysparse.md").read_text()
-    rows = json.loads((root / "bench" / "results" / "hysparse-quality.json").read_text())["rows"]
-    missing = [row for row in by_length(rows).splitlines()[2:] if row not in page]
+    rows = json.loads((root / "bench" / "results" / f"{name}.json").read_text())["rows"]
+    missing = [row for row in table(rows).splitlines()[2:] if row not in page]
     assert missing == [], "paste what `python -m bench.hysparse.tables` prints"
