@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
 KERNELS_PAGE = (ROOT / "docs" / "kernels.md").read_text()
 HYSPARSE_PAGE = (ROOT / "docs" / "hysparse.md").read_text()
+REUSE_PAGE = (ROOT / "docs" / "reuse.md").read_text()
 ROWS = load_report(ROOT / "bench" / "results" / "kernels-h200.json")["rows"]
 NAMES = {"32768 + 31 x 2048": "skew", "64 x (64 .. 4096)": "mix64"}
 CHUNKS = {
@@ -117,3 +118,15 @@ def test_the_hysparse_page_has_the_files_layer_times() -> None:
         assert share == f"{row['selection_share']:.0%}".replace("%", " %"), name
     verdicts = [line.split()[0] for line in result["targets"]]
     assert f"{verdicts.count('pass')} of {len(verdicts)} targets" in HYSPARSE_PAGE
+
+
+def test_the_reuse_page_has_the_files_side_streams() -> None:
+    result = json.loads((ROOT / "bench" / "results" / "reuse-h200.json").read_text())
+    rows = [row for row in result["rows"] if row["case"] == "stores on a side stream"]
+    told = cells_below(REUSE_PAGE, "| step | us | side stream |")
+    ways = ("attention waits", "attention not early", "product early")
+    for row, (name, us, *speeds) in zip(rows, told, strict=True):
+        assert name.removesuffix(", prefill").replace(" ", "") == row["shape"].split(",")[0]
+        others = [row["others"][f"in line, {way}"]["value"] for way in ways]
+        found = [row["value"], *others, row["others"]["in line again"]["value"]]
+        assert (us, speeds) == (f"{row['step_us']:,.0f}", [f"{x:.3f}" for x in found]), name
