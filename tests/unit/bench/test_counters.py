@@ -1,10 +1,14 @@
 """Reading Nsight Compute's CSV and drawing the picture, without a GPU."""
 
+from dataclasses import replace
+
 import pytest
 
-from bench.kernels.counters import CASES, METRICS, parse_rows, summarise_case
+from bench.kernels.counters import CASES, METRICS, STALLS, Case, parse_rows, summarise_case
 from bench.kernels.plot import draw, over_floor, rates
+from bench.kernels.shapes import DECODE_SHAPES, MAIN_HEADS, PREFILL_SHAPES
 
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 RANGE = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
 
 
@@ -14,11 +18,12 @@ def csv_line(cells):
 
 def page(*kernels):
     """A raw page as ncu writes it: its own chatter, names, units, a line a kernel."""
-    names = ["ID", "Kernel Name", RANGE, *METRICS.values()]
+    keys = {**METRICS, **{reason: STALL.format(reason) for reason in STALLS}}
+    names = ["ID", "Kernel Name", RANGE, *keys.values()]
     lines = ["==PROF== Connected to process 1", csv_line(names), csv_line(["", "", ""])]
     for index, (name, case, values) in enumerate(kernels):
-        numbers = [f"{values.get(key, 0):,}" for key in METRICS]
-        where = f"<default domain>:{case}|:none:none:none:none:none"
+        numbers = [f"{values.get(key, 0):,}" for key in keys]
+        where = f"<default domain>:{case.range_name}:none:none:none:none:none"
         lines.append(csv_line([index, name, where, *numbers]))
     return "\n".join(lines)
 
@@ -30,6 +35,13 @@ DECODE = {
     "l2_hit_pct": 2.5,
     "l2_sectors": 1600,
     "l2_requests": 400,
+    "registers": 168,
+    "mean_cycles": 190_000,
+    "most_cycles": 200_000,
+    "long_scoreboard": 6.0,
+    "selected": 1.0,
+    "wait": 3.0,
+    "membar": 0.01,
 }
 
 
@@ -44,6 +56,19 @@ def test_the_longest_kernel_of_a_case_speaks_for_it():
     assert (found["us"], found["other_kernels_us"]) == (120.0, [4.0])
     assert (found["dram_peak_pct"], found["dram_read_mb"]) == (91.5, 536.9)
     assert found["sectors_per_l2_request"] == 4.0
+    assert (found["registers"], found["mean_busy_sm"]) == (168, 0.95)
+
+
+def test_stalls_are_shares_of_the_warps_time():
+    found = summarise_case(CASES[0], parse_rows(page(("decode", CASES[0], DECODE))))
+    assert found["stalls_pct"] == {"long_scoreboard": 59.9, "wait": 30.0, "selected": 10.0}
+    assert next(iter(found["stalls_pct"])) == "long_scoreboard"
+
+
+def test_cases_have_known_shapes():
+    shapes = {"decode": DECODE_SHAPES, "prefill": PREFILL_SHAPES}
+    assert all(case.shape in shapes[case.op] for case in CASES)
+    assert len({str(case) for case in CASES}) == len(CASES)
 
 
 def test_bulk_copies_issue_no_loads_to_take_a_ratio_of():
@@ -52,9 +77,10 @@ def test_bulk_copies_issue_no_loads_to_take_a_ratio_of():
 
 
 def test_a_case_is_not_taken_for_a_longer_one():
-    case = "flashinfer-p1 1x4096 32/8"
-    other = "flashinfer-p1-tc 1x4096 32/8"
-    assert summarise_case(case, parse_rows(page(("kernel", other, DECODE)))) is None
+    case = Case("decode", "flashinfer-p1", "1x4096", MAIN_HEADS)
+    others = (replace(case, impl="flashinfer-p1-tc"), replace(case, op="prefill"))
+    for other in others:
+        assert summarise_case(case, parse_rows(page(("kernel", other, DECODE)))) is None
 
 
 def test_a_case_without_kernels_is_missing():
