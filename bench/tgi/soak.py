@@ -6,10 +6,11 @@
     python -m bench.tgi.soak --tensor-parallel 2 --requests 300 --out ...
 
 A thousand requests with shared prefixes, chunks and cancellations, CUDA graphs on; beside them, in
-a shard of their own, fewer with n-gram speculation. Free pages are full of NaN and must stay so,
-shared pages must not change, attention of sampled steps and layers is compared with PyTorch's in
-float32 over keys and values kept apart from ours, and sampled requests are run again alone. A wrong
-page or token ends the run.
+a shard of their own, fewer with n-gram speculation, of a model that can say few words, so that some
+drafts are right and most are wrong. Free pages are full of NaN and must stay so, shared pages must
+not change, attention of sampled steps and layers is compared with PyTorch's in float32 over keys
+and values kept apart from ours, and sampled requests are run again alone. A wrong page or token
+ends the run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from bicl.frontends.tgi.selftest.soak import Soak
 FREE_BYTES = 20 * 10**9
 PREFILL_TOKENS = 4096
 TOTAL_TOKENS = 8192
-TIE = 0.26  # two steps of a bf16 logit between 16 and 32, which is what the model rounds its own to
+TIE = 0.26  # a fifth of the logits' spread: of 128,256 a handful are as near to the best one
+WORDS = 16  # that the drafted model can say: by chance alone one draft in 16 is right
+DRAFTED_TOKENS = 48  # of a request at most: words must come again
 
 
 def run(model: Path, options: argparse.Namespace, drafts: int) -> dict[str, Any]:
@@ -43,6 +46,7 @@ def run(model: Path, options: argparse.Namespace, drafts: int) -> dict[str, Any]
         BENCH_SEEDED_WEIGHTS="1",
         BICL_DEBUG_POISON="1",
         TEST_AUDIT_EVERY="8",
+        BENCH_WORDS=str(WORDS if drafts else 0),
     )
     flags = ["--dtype", "bfloat16", *(["--speculate", str(drafts)] if drafts else [])]
     requests = options.requests if not drafts else options.drafted_requests
@@ -50,11 +54,12 @@ def run(model: Path, options: argparse.Namespace, drafts: int) -> dict[str, Any]
         router = warm_up(shards, Words(), PREFILL_TOKENS, TOTAL_TOKENS)
         bench = Bench(shards, router, router.model, 0, 0, kv_bytes=2, exact=False, tie=TIE)  # type: ignore[arg-type]
         started = time.monotonic()
-        longest = 20 if not drafts else 48  # a random model begins to repeat itself: drafts hit
+        longest = DRAFTED_TOKENS if drafts else 20
         soak = Soak(
             bench, requests=requests, rows=32, tail=300, new_tokens=longest, compare=options.compare
         )
         result = soak.run()
+        assert not drafts or (result["drafts"] and result["refused"]), "drafts all had one fate"
     return {
         "tensor_parallel": options.tensor_parallel,
         "speculate": drafts,

@@ -31,7 +31,8 @@ class Traffic:
         hit_tokens: found in shared pages.
         chunked: requests whose prompt came in several pieces.
         steps, tokens: calls to the shard; tokens that came back.
-        drafts: tokens that came beyond one a step: accepted speculation.
+        drafts: tokens that came beyond one a step: accepted speculation; ``refused``: drafts that
+            were written into the pages and not taken.
         most_rows: of a decode batch.
         pages: in play; ``page_lives``: times that one was handed out.
         compared, near_ties: requests run again alone; those that part at a near tie, the widest
@@ -45,6 +46,7 @@ class Traffic:
     steps: int = 0
     tokens: int = 0
     drafts: int = 0
+    refused: int = 0
     most_rows: int = 0
     pages: int = 0
     page_lives: int = 0
@@ -177,7 +179,9 @@ class Soak:
             assert len(sequence.tokens) == sequence.max_new_tokens
             assert all(value == value for value in sequence.logprobs), "NaN came out"
             self.traffic.tokens += len(sequence.tokens)
-            self.traffic.drafts += len(sequence.tokens) - sequence.answers
+            drafts = len(sequence.tokens) - sequence.answers
+            self.traffic.drafts += drafts
+            self.traffic.refused += (sequence.answers - 1) * self.router.speculate - drafts
             self.router.release(sequence, keep=sequence.num_shared)
             sequence.pages = []
 
