@@ -29,8 +29,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from support.cases import Step, build_step
-from support.device import DEVICE, decode_step
+from support.cases import Step
+from support.device import DEVICE, decode_step, stored_step
 
 from bench.kernels.machine import commit, sources
 from bicl.attention.cuda import CudaBackend
@@ -122,8 +122,7 @@ def prefill(
     lengths: Sequence[tuple[int, int]] = PREFILL_LENGTHS,
 ) -> None:
     layout, group, dtype = shape
-    step = build_step(lengths, layout, group=group, dtype=dtype, device=DEVICE, filled=False)
-    CudaBackend().store(step.layer, step.key, step.value, step.slots)
+    step = stored_step(CudaBackend(), lengths, layout, group=group, dtype=dtype)
     query, meta = step.query, step.meta
     tokens, batch = query.shape[0], meta.batch_size
     size = workspace_bytes(tokens, batch, group, layout.padded_head_dim, DEVICE)

@@ -3,9 +3,7 @@
 // Arguments: grid, heads, a head's charge (end, least), groups of the ring if deterministic, else 0, window, then the
 // lengths. Prints each CTA's begin and end.
 #include "warp.h"
-
-#include <cstdio>
-#include <cstdlib>
+#include "require.h"
 
 namespace bicl::decode {
 constexpr int kBlockKeys = 64;
@@ -14,12 +12,6 @@ constexpr int kBlockKeys = 64;
 
 using namespace bicl;
 using namespace bicl::decode;
-
-#define REQUIRE(condition)                                                \
-  if (!(condition)) {                                                     \
-    std::fprintf(stderr, "line %d: " #condition "\n", __LINE__);          \
-    std::abort();                                                         \
-  }
 
 // Each CTA's blocks and where they lie, found 32 at a time as the kernel does.
 void check_blocks(const std::vector<int32_t>& lengths, int heads, int grid, int window, bool deterministic,

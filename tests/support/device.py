@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,14 +23,21 @@ class Truth:
     same_precision: torch.Tensor  # plain torch in the query's dtype, its scores in that dtype too
 
 
+def stored_step(
+    backend: CudaBackend, lengths: Sequence[tuple[int, int]], layout: PageLayout, **options: object
+) -> Step:
+    """``lengths`` = (queries, keys) a sequence, in pages that the backend's store has filled; every
+    slot no sequence owns is NaN, table entries past it absurd."""
+    step = build_step(lengths, layout, device=DEVICE, filled=False, **options)  # type: ignore[arg-type]
+    backend.store(step.layer, step.key, step.value, step.slots)
+    return step
+
+
 def decode_step(
     backend: CudaBackend, lengths: list[int], layout: PageLayout, **options: object
 ) -> Step:
-    """One query a sequence; every slot no sequence owns is NaN, table entries past it absurd."""
-    pairs = [(1, n) for n in lengths]
-    step = build_step(pairs, layout, device=DEVICE, filled=False, **options)  # type: ignore[arg-type]
-    backend.store(step.layer, step.key, step.value, step.slots)
-    return step
+    """The same with one query a sequence."""
+    return stored_step(backend, [(1, n) for n in lengths], layout, **options)
 
 
 def as_stored(step: Step) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support.cases import Step, build_step
+from support.cases import Step
 from support.compare import assert_close_enough, assert_lse_close
-from support.device import DEVICE, truth_of
+from support.device import DEVICE, stored_step, truth_of
 
 from bicl.attention.cuda import CudaBackend
 from bicl.cache.layout import PageLayout
@@ -20,13 +21,9 @@ from bicl.ops.cuda.prefill_attention import (
 )
 
 
-def packed_step(
-    lengths: tuple[tuple[int, int], ...], layout: PageLayout, **options: object
-) -> Step:
+def packed_step(lengths: Sequence[tuple[int, int]], layout: PageLayout, **options: object) -> Step:
     """Pages filled by the CUDA store; slots that no sequence owns stay NaN."""
-    step = build_step(lengths, layout, device=DEVICE, filled=False, **options)  # type: ignore[arg-type]
-    CudaBackend().store(step.layer, step.key, step.value, step.slots)
-    return step
+    return stored_step(CudaBackend(), lengths, layout, **options)
 
 
 def _plan(step: Step, **options: Any) -> PrefillPlan:

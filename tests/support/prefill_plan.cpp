@@ -4,9 +4,8 @@
 // each sequence. Prints, for each ticket, head, sequence, row, block_begin, block_end and pieces of its tile (0: not
 // split).
 #include "block.h"
+#include "require.h"
 
-#include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <set>
 #include <tuple>
@@ -23,12 +22,6 @@ alignas(16) char raw[1 << 20];
 
 using namespace bicl;
 using namespace bicl::prefill;
-
-#define REQUIRE(condition)                                                \
-  if (!(condition)) {                                                     \
-    std::fprintf(stderr, "line %d: " #condition "\n", __LINE__);          \
-    std::abort();                                                         \
-  }
 
 int main(int argc, char** argv) {
   auto number = [&](int i) { return std::atoi(argv[i]); };

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
+from support.device_code import compile_device_code
 
-ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ROOT / "tests" / "support"
-DECODE = ROOT / "csrc" / "decode_attention"
 HEADERS = ("schedule.cuh", "share.cuh", "block_source.cuh", "kernel_params.h")
 
 
 @pytest.fixture(scope="module")
 def divide(tmp_path_factory: pytest.TempPathFactory):
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
-    folder = tmp_path_factory.mktemp("schedule")
-    for name in HEADERS:  # without those that only CUDA can read
-        text = (DECODE / name).read_text().replace('#include "traits.cuh"', "")
-        text = text.replace('"../common/', f'"{ROOT}/csrc/common/')
-        (folder / name).write_text(text.replace('"../params.h"', f'"{ROOT}/csrc/params.h"'))
-    program = folder / "divide"
-    command = (compiler, "-std=c++20", "-O1", "-pthread", "-w", "-I", folder, "-I", SUPPORT)
-    source = SUPPORT / "decode_schedule.cpp"
-    subprocess.run([*command, "-o", program, source], check=True, capture_output=True, text=True)
+    run = compile_device_code(
+        tmp_path_factory.mktemp("schedule"),
+        "decode_schedule",
+        "decode_attention",
+        HEADERS,
+        without=('"traits.cuh"',),
+    )
 
     def shares(
         lengths: list[int],
@@ -44,15 +34,7 @@ def divide(tmp_path_factory: pytest.TempPathFactory):
 
         ``groups``: of the ring, in deterministic mode; else 0.
         """
-        options = (grid, heads, end, least, groups, window)
-        done = subprocess.run(
-            [program, *map(str, options), *map(str, lengths)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        bounds = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+        bounds = run(grid, heads, end, least, groups, window, *lengths)
         return [end - begin for begin, end in bounds]
 
     return shares

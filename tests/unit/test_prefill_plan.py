@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import heapq
 import random
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
+from support.device_code import compile_device_code
 
-ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ROOT / "tests" / "support"
-PREFILL = ROOT / "csrc" / "prefill_attention"
 HEADERS = ("plan_kernel.cuh", "plan_tail.cuh", "plan_shared.cuh", "params.h")
 Ticket = tuple[int, ...]
 Plan = Callable[..., list[Ticket]]
@@ -21,20 +16,13 @@ Plan = Callable[..., list[Ticket]]
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
-    folder = tmp_path_factory.mktemp("prefill")
-    for name in HEADERS:  # without those that only CUDA can read
-        text = (PREFILL / name).read_text().replace("#include <cuda_runtime.h>", "")
-        text = text.replace('#include "../common/ptx.cuh"', "")
-        text = text.replace('"../common/', f'"{ROOT}/csrc/common/')
-        (folder / name).write_text(text.replace('"../params.h"', f'"{ROOT}/csrc/params.h"'))
-    program = folder / "plan"
-    command = (compiler, "-std=c++20", "-O1", "-pthread", "-w", "-I", folder, "-I", SUPPORT)
-    source = SUPPORT / "prefill_plan.cpp"
-    done = subprocess.run([*command, "-o", program, source], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run = compile_device_code(
+        tmp_path_factory.mktemp("prefill"),
+        "prefill_plan",
+        "prefill_attention",
+        HEADERS,
+        without=("<cuda_runtime.h>", '"../common/ptx.cuh"'),
+    )
 
     def tickets(
         lengths: Sequence[tuple[int, int]],
@@ -47,16 +35,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     ) -> list[Ticket]:
         """Head, sequence, row, first and last block and pieces of each ticket, in their order; the
         program itself checks that nothing is lost, done twice or left in the same place."""
-        options = (ctas, heads, group, window, int(split))
         numbers = [number for pair in lengths for number in pair]
-        done = subprocess.run(
-            [program, *map(str, options), *map(str, numbers)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        return [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+        return run(ctas, heads, group, window, int(split), *numbers)
 
     return tickets
 
