@@ -20,14 +20,15 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.kernels.shapes import DECODE_SHAPES, MAIN_HEADS, PREFILL_SHAPES, Heads
+from bench.kernels.shapes import DECODE_SHAPES, MAIN_HEADS, PREFILL_SHAPES, Heads, kv_bytes
 
-__all__ = ["CASES", "METRICS", "STALLS", "Case", "main", "parse_rows", "summarise_case"]
+__all__ = ["CASES", "METRICS", "SPREADS", "STALLS", "Case", "main", "parse_rows", "summarise_case"]
 
 METRICS = {
     "time_ns": "gpu__time_duration.sum",
@@ -55,6 +56,16 @@ METRICS = {
     "mean_cycles": "sm__cycles_active.avg",
     "most_cycles": "sm__cycles_active.max",
 }
+
+SPREADS = {
+    "dram_channels": "dram__bytes_read",
+    "dram_busy": "dram__cycles_active",
+    "l2_slices": "lts__t_sectors_op_read",
+    "sms": "l1tex__m_xbar2l1tex_read_bytes",
+}
+"""What every unit of a kind has of its own: least and most over the mean. Asked for where ncu knows
+the counter."""
+_ROLLUPS = ("min", "avg", "max")
 
 STALLS = (
     "barrier",
@@ -88,14 +99,19 @@ _LAYOUT_IMPLS = (
     "fa3-p64",
     "sdpa-cudnn",
 )
+_FLOORS = {"floor-bulk": "bulk 32K x6 x1", "floor-loads": "loads x4"}
+"""Two of the plain kernels that read the same bytes, by their names in ``impls.floor``."""
 _DECODE = {
-    "1x4096": _LAYOUT_IMPLS,
-    "32x4096": _LAYOUT_IMPLS,
-    "8x4096": ("bicl", "flashinfer-p1", "fa3-p128-sched"),
-    "256x512": ("bicl", "flashinfer-p1", "flashinfer-batch"),
-    "32x16384": ("bicl", "bicl-deterministic", "fa3-p128-sched", "sdpa-cudnn"),
-    "skew": ("bicl", "flashinfer-p1", "fa3-p128-sched"),
+    "32x16384": (
+        *("bicl", "bicl-deterministic", "fa3-p128-sched", "flashinfer-batch", "sdpa-cudnn"),
+        *_FLOORS,
+    ),
     "mix64": ("bicl", "fa3-p128-sched"),
+    "skew": ("bicl", "flashinfer-p1", "fa3-p128-sched"),
+    "8x4096": ("bicl", "flashinfer-p1", "fa3-p128-sched", *_FLOORS),
+    "256x512": ("bicl", "flashinfer-p1", "flashinfer-batch"),
+    "32x4096": _LAYOUT_IMPLS,
+    "1x4096": _LAYOUT_IMPLS,
 }
 _PREFILL = dict.fromkeys(PREFILL_SHAPES, ("bicl", "fa3-p128"))
 
@@ -168,6 +184,12 @@ def _stalls(row: Mapping[str, str]) -> dict[str, float]:
     return {reason: share for reason, share in ordered if share >= 0.5}
 
 
+def _spread(row: Mapping[str, str], counter: str) -> list[float] | None:
+    least, mean, most = (_number(row.get(f"{counter}.{rollup}")) for rollup in _ROLLUPS)
+    ends = (_ratio(least, mean, 3), _ratio(most, mean, 3))
+    return [end for end in ends if end is not None] or None
+
+
 def summarise_case(case: Case, rows: Iterable[Mapping[str, str]]) -> dict[str, Any] | None:
     """Counters of the longest kernel of ``case``; None if ncu saw none.
 
@@ -195,63 +217,84 @@ def summarise_case(case: Case, rows: Iterable[Mapping[str, str]]) -> dict[str, A
         **{name: int(value) for name in limits if (value := values[name]) is not None},
         "least_busy_sm": _ratio(values["least_cycles"], values["most_cycles"], 3),
         "mean_busy_sm": _ratio(values["mean_cycles"], values["most_cycles"], 3),
+        "spread": {name: ends for name, c in SPREADS.items() if (ends := _spread(main_row, c))},
         "stalls_pct": _stalls(main_row),
     }
 
 
-def _profile(log: Path, op: str, heads: Sequence[str]) -> list[dict[str, str]]:
+def _known(ncu: str) -> set[str]:
+    """Counters that this ncu has for this card, without their endings."""
+    listing = subprocess.run([ncu, "--query-metrics"], capture_output=True, text=True).stdout
+    return {line.split()[0] for line in listing.splitlines() if line.strip()}
+
+
+def _profile(
+    log: Path, cases: Sequence[Case], *, warm: bool, seconds: float
+) -> list[dict[str, str]]:
     """Run this module's ``--child`` under ncu and return its rows."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise FileNotFoundError("ncu (Nsight Compute) is not on PATH; it comes with the toolkit")
-    metrics = [*METRICS.values(), *map(_stall_metric, STALLS)]
+    known = _known(ncu)
+    spreads = [f"{c}.{r}" for c in SPREADS.values() if c in known for r in _ROLLUPS]
+    metrics = [*METRICS.values(), *map(_stall_metric, STALLS), *spreads]
     command = [
         ncu,
-        *("--clock-control", "none", "--cache-control", "all", "--profile-from-start", "off"),
-        *("--nvtx", "--print-units", "base", "--csv", "--page", "raw"),
+        *("--clock-control", "none", "--cache-control", "none" if warm else "all"),
+        *("--profile-from-start", "off", "--nvtx"),
+        *("--print-units", "base", "--csv", "--page", "raw"),
         *("--metrics", ",".join(metrics)),
         *("--log-file", str(log)),
-        *(sys.executable, "-m", "bench.kernels.counters", "--child"),
-        *("--ops", op, "--heads", *heads),
+        *(sys.executable, "-m", "bench.kernels.counters", "--seconds", str(seconds)),
+        *("--child", *map(str, cases)),
     ]
     subprocess.run(command, check=True)
     return parse_rows(log.read_text())
 
 
-def _child(cases: Sequence[Case]) -> None:
-    """Call every case once between cudaProfilerStart and Stop, in an NVTX range of its name."""
+def _prepared(case: Case, arena: Any, registry: Any) -> Sequence[Callable[[], object]]:
+    """Calls of a case; LookupError where its contestant is not installed."""
+    from bench.kernels.arena import PagedBatch
+    from bench.kernels.impls import floor
+
+    if case.op == "prefill":
+        batch = PagedBatch.prefill(arena, case.heads, PREFILL_SHAPES[case.shape])
+    else:
+        lengths = DECODE_SHAPES[case.shape]
+        batch = PagedBatch(arena, case.heads, lengths, (1,) * len(lengths), rotations=1)
+        if case.impl in _FLOORS:
+            return floor.reads(arena, kv_bytes(lengths, case.heads.kv))[_FLOORS[case.impl]]
+    group = registry.prefill if case.op == "prefill" else registry.decode
+    contestants = {contestant.name: contestant for contestant in group}
+    return contestants[case.impl].prepare(batch).calls
+
+
+def _child(cases: Sequence[Case], seconds: float) -> None:
+    """Call every case once between cudaProfilerStart and Stop, in an NVTX range of its name; none
+    is begun after ``seconds``."""
     import torch
 
-    from bench.kernels.arena import Arena, PagedBatch
+    from bench.kernels.arena import Arena
     from bench.kernels.impls import load
 
+    end = time.monotonic() + seconds
     registry = load()
-    contestants = {
-        (op, contestant.name): contestant
-        for op, group in (("decode", registry.decode), ("prefill", registry.prefill))
-        for contestant in group
-    }
     arena = Arena(6 << 30)
     runtime = torch.cuda.cudart()
     for case in cases:
-        contestant = contestants.get((case.op, case.impl))
-        if contestant is None:
+        if time.monotonic() > end:
+            print(f"{case}: no time left", file=sys.stderr)
             continue
-        if case.op == "prefill":
-            batch = PagedBatch.prefill(arena, case.heads, PREFILL_SHAPES[case.shape])
-        else:
-            lengths = DECODE_SHAPES[case.shape]
-            batch = PagedBatch(arena, case.heads, lengths, (1,) * len(lengths), rotations=1)
         try:
-            prepared = contestant.prepare(batch)
-            prepared.calls[0]()
+            calls = _prepared(case, arena, registry)
+            calls[0]()
             torch.cuda.synchronize()
         except Exception as error:
-            print(f"{case}: {error}", file=sys.stderr)
+            print(f"{case}: {error!r}", file=sys.stderr)
             continue
         torch.cuda.nvtx.range_push(case.range_name)
         runtime.cudaProfilerStart()
-        prepared.calls[0]()
+        calls[0]()
         torch.cuda.synchronize()
         runtime.cudaProfilerStop()
         torch.cuda.nvtx.range_pop()
@@ -274,26 +317,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--heads", nargs="+", default=[str(heads) for heads in _HEADS], help="default: all"
     )
     parser.add_argument("--ops", nargs="+", default=["decode", "prefill"], help="default: both")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument(
+        "--warm", action="store_true", help="leave the caches as the call before left them"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="begin no case of an operator later than this"
+    )
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    wanted = [case for case in CASES if str(case.heads) in options.heads]
     if options.child:
-        _child([case for case in wanted if case.op in options.ops])
+        _child([case for case in CASES if str(case) in options.child], options.seconds)
         return 0
+    wanted = [case for case in CASES if str(case.heads) in options.heads]
+    wanted = [case for case in wanted if options.only in str(case)]
     from bench.kernels import machine
     from bench.kernels.impls import load
 
     document: dict[str, Any] = {
         "meta": machine.describe(load().versions, options.commit)
-        | {"metrics": METRICS, "stall_metric": _stall_metric("*")}
-        | {"caches": "flushed before each kernel"},
+        | {"metrics": METRICS | SPREADS, "stall_metric": _stall_metric("*")}
+        | {
+            "caches": "as the call before left them"
+            if options.warm
+            else "flushed before each kernel"
+        },
         "missing": [],
         "rows": [],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for op in options.ops:
-        rows = _profile(options.out.with_suffix(f".{op}.csv"), op, options.heads)
-        for case in (case for case in wanted if case.op == op):
+        cases = [case for case in wanted if case.op == op]
+        if not cases:
+            continue
+        log = options.out.with_suffix(f".{op}.csv")
+        rows = _profile(log, cases, warm=options.warm, seconds=options.seconds)
+        for case in cases:
             result = summarise_case(case, rows)
             if result is None:
                 document["missing"].append(str(case))
