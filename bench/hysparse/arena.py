@@ -28,6 +28,7 @@ from bicl.sparse.variants import Choice, DecodeRows, kept_keys
 __all__ = ["FLOOR", "PAGE", "Arena", "Key", "Setup"]
 
 PAGE = 64
+SMALL_PAGES = "pages-32"
 FLOOR = HySparseConfig.floor_tokens
 Key = tuple[str, float]
 """Name and ratio of a configuration; dense is ``("dense", 0.0)``."""
@@ -43,20 +44,25 @@ class Setup:
         kinds: a ratio is what a text of that kind gets of it, as a server with
             ``--hysparse-text-kind auto`` has it (``served``), else the same for all.
         fitted: with the weights and the layers' shares of ``--gate``.
+        page: tokens of a page; windows are of 64 tokens in either case.
     """
 
     variant: str
     floor: bool = False
     kinds: bool = False
     fitted: bool = False
+    page: int = PAGE
 
     @classmethod
     def of(cls, name: str) -> Setup:
         variant, *words = name.split(" ")
-        if unknown := set(words) - {"floor", "served", "fitted"}:
-            raise ValueError(f"{name!r}: {', '.join(unknown)} is none of floor, served, fitted")
+        if unknown := set(words) - {"floor", "served", "fitted", SMALL_PAGES}:
+            raise ValueError(
+                f"{name!r}: {', '.join(unknown)} is none of floor, served, fitted, {SMALL_PAGES}"
+            )
         served = "served" in words
-        return cls(variant, served or "floor" in words, served, "fitted" in words)
+        page = PAGE // 2 if SMALL_PAGES in words else PAGE
+        return cls(variant, served or "floor" in words, served, "fitted" in words, page)
 
     def ratio(self, ratio: float, text_kind: str) -> float:
         """What of ``ratio`` a text of a kind gets."""
@@ -91,8 +97,11 @@ class Arena:
         self.failures: list[str] = []
         self.layers = config.sparse_layers(model.depth)
         self._rules = {
-            floor: SelectionRule.of(replace(config, floor_tokens=FLOOR if floor else 0), PAGE)
+            (floor, page): SelectionRule.of(
+                replace(config, floor_tokens=FLOOR if floor else 0), page
+            )
             for floor in (False, True)
+            for page in {PAGE, *(setup.page for setup in self.setups.values())}
         }
         kinds = {kind: make_gate(kind, self.layers, model.head_dim) for kind in INDEX_KINDS}
         start = {kind: gate.to(model.device) for kind, gate in kinds.items()}
@@ -112,16 +121,17 @@ class Arena:
         if name == "dense":
             return float(length)
         setup = self.setups.get(name, Setup(name))
-        tiles = torch.tensor([-(-length // PAGE)], dtype=torch.int32)
+        tiles = torch.tensor([-(-length // setup.page)], dtype=torch.int32)
         sparsity = torch.tensor([setup.ratio(ratio, text_kind)])
         shares = torch.tensor([*self._shares(setup).values()])
-        read = tiles_by_layer(tiles, sparsity, self._rules[setup.floor], shares).float().mean()
-        return length - (float(tiles) - float(read)) * PAGE
+        rule = self._rules[setup.floor, setup.page]
+        read = tiles_by_layer(tiles, sparsity, rule, shares).float().mean()
+        return length - (float(tiles) - float(read)) * setup.page
 
     def read(self, ids: torch.Tensor, prefixes: Sequence[int]) -> tuple[Context, PressMasks | None]:
         masks = None
         if self.presses:
-            rule = self._rules[False]
+            rule = self._rules[False, PAGE]
             kept = {
                 ratio: {prefix: _tokens_read(rule, ratio, prefix + 1) - 1 for prefix in prefixes}
                 for ratio in self.press_ratios
@@ -179,7 +189,7 @@ class Arena:
 
         def keep(layer: int, shown: DecodeRows, own: slice) -> torch.Tensor:
             choice = Choice(
-                self._rules[setup.floor],
+                self._rules[setup.floor, setup.page],
                 sparsity[own] * shares[layer],
                 {kind: gates[kind].weights_of(layer) for kind in PAGE_GATES},
                 gates["gate"],

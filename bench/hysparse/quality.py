@@ -9,7 +9,8 @@ on the same inputs in the same layers with as many kept keys. Without further wo
 without the floor under which a server stays dense, so that every ratio is what it says. With
 ``served`` it runs as a server would: with the default floor, and with what a text of its kind gets
 of the ratio (code and law 0.85, ``--hysparse-text-kind auto``); with ``floor`` the same, but all
-texts alike (``--hysparse-text-kind off``); with ``fitted`` by the weights and shares of ``--gate``.
+texts alike (``--hysparse-text-kind off``); with ``fitted`` by the weights and shares of ``--gate``;
+with ``pages-32`` by pages of 32 tokens, of as many bytes of index in all (``--block-size 32``).
 Neither runs small steps dense (``--hysparse-min-skipped-mb``), as a server does with such a model,
 nor watches the live signals. Lengths up to the default floor say ``below_floor`` and are in no sum
 over lengths. Rows in which nothing was left out say ``exercised: false``.

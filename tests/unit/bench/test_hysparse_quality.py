@@ -166,6 +166,9 @@ def test_a_name_says_how_a_variant_is_run() -> None:
     assert served == Setup("centroids", floor=True, kinds=True, fitted=True)
     assert served.ratio(0.5, "code") == 0.5 * RATIO_SHARES["code"] < served.ratio(0.5, "other")
     assert Setup.of("centroids floor").ratio(0.5, "code") == 0.5
+    small = Setup.of("centroids served pages-32")
+    assert small == Setup("centroids", floor=True, kinds=True, page=32)
+    assert Setup.of("centroids").page == 64
     with pytest.raises(ValueError, match="none of"):
         Setup.of("centroids severed")
 
