@@ -23,9 +23,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -52,30 +52,21 @@ def _attention_waits(runner: ModelRunner) -> Iterator[None]:
         store(*args, **options)
         backend._stored = None
 
-    backend.store = forgotten
-    try:
+    with patch.object(backend, "store", forgotten):
         yield
-    finally:
-        del backend.store
 
 
 @contextmanager
 def _attention_not_early(runner: ModelRunner) -> Iterator[None]:
     backend: Any = runner.backend
-    run, pdl = backend.run, backend.pdl
+    run = backend.run
 
     def late(*args: Any, **options: Any) -> Any:
-        backend.pdl = False
-        try:
+        with patch.object(backend, "pdl", False):
             return run(*args, **options)
-        finally:
-            backend.pdl = pdl
 
-    backend.run = late
-    try:
+    with patch.object(backend, "run", late):
         yield
-    finally:
-        del backend.run
 
 
 @contextmanager
@@ -91,22 +82,14 @@ def _on_side_stream(runner: ModelRunner) -> Iterator[None]:
         here.wait_stream(side)
         backend._stored = None  # attention follows the join, not the store
 
-    backend.store = aside
-    try:
+    with patch.object(backend, "store", aside):
         yield
-    finally:
-        del backend.store
 
 
 @contextmanager
 def _product_early(runner: ModelRunner) -> Iterator[None]:
-    products: Any = import_module("bicl.ops.cuda.linear")
-    rule = products.leaves_sms_idle
-    products.leaves_sms_idle = lambda num_pairs, num_sms: False
-    try:
+    with patch("bicl.ops.cuda.linear.leaves_sms_idle", lambda num_pairs, num_sms: False):
         yield
-    finally:
-        products.leaves_sms_idle = rule
 
 
 WAYS: dict[str, Way] = {
