@@ -5,15 +5,20 @@ Every pool here is filled with NaN, so that a page that did not come shows. (A40
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.driving import collect, generate, request, run_steps, running, stepped
 from support.driving import random_prompt as prompt
 from support.tiered import HOST, cold, forget_pool, serve, tiered
 
 from bicl.errors import ConfigError
+from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.engine.sequence import Sequence
 from bicl.sparse import index
 from bicl.sparse.config import HySparseConfig
@@ -279,6 +284,41 @@ def test_started_engine_measures_and_serves(tiny, tmp_path: Path) -> None:
         assert costs.prefill_tokens_per_second > 0
         results = [generate(engine, request(ids))[0] for _ in range(2)]
     assert results[0].ids == results[1].ids
+
+
+def test_only_the_engine_keeps_threads_of_openmp(tiny, tmp_path: Path) -> None:
+    """With more of them than cores, every operation of every thread puts its own to sleep."""
+    disk = {"disk_cache_dir": tmp_path, "disk_cache_bytes": 1 << 30}
+    started: list[Engine] = []
+    counted = threading.Event()
+
+    def start() -> None:  # on a thread that has none yet, and stays
+        started.append(Engine(tiny, EngineConfig(512, **HOST, **disk, num_threads=2)).start())
+        counted.wait(60)
+
+    starter, threads = threading.Thread(target=start), torch.get_num_threads()
+    before = threads_of_others()
+    starter.start()
+    try:
+        while not started:
+            assert starter.is_alive()
+            time.sleep(0.01)
+        (engine,) = started
+        generate(engine, request(prompt(400)))
+        assert engine._tiers.settle(10)
+        assert engine.snapshot().tiers.saved_pages == 6
+        assert len(threads_of_others() - before) <= 1
+    finally:
+        counted.set()
+        starter.join()
+        started[0].stop()
+        torch.set_num_threads(threads)
+
+
+def threads_of_others() -> set[int]:
+    """Ids of this process's threads that Python did not start."""
+    ours = {thread.native_id for thread in threading.enumerate()}
+    return {int(name) for name in os.listdir("/proc/self/task")} - ours
 
 
 def test_pin_protects_what_only_host_memory_holds(tiny) -> None:

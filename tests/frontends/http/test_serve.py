@@ -58,6 +58,23 @@ def test_a_model_that_does_not_exist_is_told(config: ServerConfig, model_id: str
         serve(replace(config, model_id=model_id))
 
 
+@pytest.mark.parametrize(("device", "is_apart"), [("cpu", True), ("cuda", False)])
+def test_openmps_threads_for_loading_end_with_it(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch, device: str, is_apart: bool
+) -> None:
+    """They belong to the thread that computed, and the engine's would suffer. Not on a GPU."""
+    by: list[threading.Thread] = []
+
+    def load(*args: object, **kwargs: object) -> str:
+        by.append(threading.current_thread())
+        return "a model"
+
+    monkeypatch.setattr(serve_module, "load_model", load)
+    assert serve_module._load(config, device) == "a model"
+    assert (by[0] is not threading.current_thread()) == is_apart
+    assert by[0].is_alive() == (not is_apart)
+
+
 def test_limits_beyond_the_model_are_told(config: ServerConfig) -> None:
     with pytest.raises(ConfigError, match=r"--max-total-tokens 4096.*1024 positions"):
         serve(replace(config, max_total_tokens=4096))

@@ -76,6 +76,10 @@ class Done:
 class HostMover:
     """For a pool in host memory, where the background thread itself copies.
 
+    It copies with numpy: torch takes OpenMP threads for more than 32 KiB, keeps them for each
+    thread that asked, and with more of them than cores the engine's go to sleep after every
+    operation.
+
     Args:
         layers: each layer's tensors, contiguous, ``[num_pages, ...]``.
     """
@@ -83,6 +87,7 @@ class HostMover:
     def __init__(self, layers: Sequence[Sequence[torch.Tensor]]) -> None:
         self._pieces = place_pieces(layers)
         self.layer_bytes = tuple(sum(p.num_bytes for p in pieces) for pieces in self._pieces)
+        self._rows = [[piece.rows.numpy() for piece in pieces] for pieces in self._pieces]
 
     def mark(self) -> object:
         return None
@@ -91,10 +96,10 @@ class HostMover:
         self, pages: Sequence[int], arena: HostArena, slots: Sequence[int], after: object
     ) -> Copy:
         for page, slot in zip(pages, slots, strict=True):
-            memory = arena.slot(slot)
-            for pieces in self._pieces:
-                for piece in pieces:
-                    memory[piece.start : piece.end].copy_(piece.rows[page])
+            memory = arena.slot(slot).numpy()
+            for pieces, tensors in zip(self._pieces, self._rows, strict=True):
+                for piece, rows in zip(pieces, tensors, strict=True):
+                    memory[piece.start : piece.end] = rows[page]
         return Done()
 
     def load(
@@ -105,9 +110,10 @@ class HostMover:
         slots: Sequence[int],
         after: object,
     ) -> Copy:
-        for piece in self._pieces[layer]:
-            for page, slot in zip(pages, slots, strict=True):
-                piece.rows[page].copy_(arena.slot(slot)[piece.start : piece.end])
+        memory = [arena.slot(slot).numpy() for slot in slots]
+        for piece, rows in zip(self._pieces[layer], self._rows[layer], strict=True):
+            for page, held in zip(pages, memory, strict=True):
+                rows[page] = held[piece.start : piece.end]
         return Done()
 
 

@@ -6,10 +6,13 @@ import gc
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +149,31 @@ def _kernel_fallbacks() -> tuple[str, ...]:
 
 
 def _load(config: ServerConfig, device: str) -> LoadedModel:
-    return load_model(
+    """On the CPU by a thread that ends with it, so that OpenMP's threads for it end, too: beside
+    the engine's they would be more than there are cores, see ``Engine._get_ready``."""
+    load = partial(
+        load_model,
         resolve_model(config.model_id),
         revision=config.revision,
         dtype=None if config.dtype == "auto" else config.dtype,
         device=device,
         trust_remote_code=config.trust_remote_code,
     )
+    if device != "cpu":
+        return load()
+    loaded: Future[LoadedModel] = Future()
+
+    def deliver() -> None:
+        try:
+            loaded.set_result(load())
+        except BaseException as error:
+            loaded.set_exception(error)
+
+    thread = threading.Thread(target=deliver, name="bicl-load", daemon=True)
+    thread.start()
+    model = loaded.result()
+    thread.join()
+    return model
 
 
 def _host_bytes(config: ServerConfig, loaded: LoadedModel) -> int:

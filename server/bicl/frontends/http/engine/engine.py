@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 
 import torch
 
@@ -103,15 +104,15 @@ class Engine:
 
     # --- from any thread ---------------------------------------------------------------------
     def start(self) -> Engine:
-        """Start the loop. Returns self."""
+        """Start the loop. Returns self once it takes requests."""
         if self._runner.graphs is not None:
             self._runner.graphs.capture()
-        if self._tiers is not None:
-            self._set_threads()
-            measure(self._tiers, self.config, self._runner)
-        self._runner.clock.take()  # of the steps that served nobody
-        self._thread = threading.Thread(target=self._loop, name="bicl-engine", daemon=True)
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._loop, args=(ready,), name="bicl-engine", daemon=True
+        )
         self._thread.start()
+        ready.result()
         return self
 
     def submit(self, request: GenerationRequest) -> RequestStream:
@@ -226,8 +227,13 @@ class Engine:
             )
 
     # --- the engine's thread -----------------------------------------------------------------
-    def _loop(self) -> None:
-        self._set_threads()
+    def _loop(self, ready: Future[None]) -> None:
+        try:
+            self._get_ready()
+        except Exception as error:
+            ready.set_exception(error)
+            return
+        ready.set_result(None)
         try:
             while self._wait_for_work():
                 self.step()
@@ -241,10 +247,15 @@ class Engine:
                     self._fail(sequence, OverloadedError("the server stopped"))
                 self._changed.notify_all()
 
-    def _set_threads(self) -> None:
-        """torch's threads of the calling thread."""
+    def _get_ready(self) -> None:
+        """The tiers are measured here and not by who starts the engine: OpenMP keeps threads for
+        each thread that ever computed. With more of them than cores it puts all to sleep after
+        every operation, and the engine's steps wait for theirs to wake up."""
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
+        if self._tiers is not None:
+            measure(self._tiers, self.config, self._runner)
+        self._runner.clock.take()  # of the steps that served nobody
 
     def _wait_for_work(self) -> bool:
         """Take what arrived; sleep while there is nothing. False: stop."""
