@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.kernels.counters import CASES, METRICS, STALLS, Case, parse_rows, summarise_case
+from bench.kernels.counter_rows import METRICS, STALLS, Case, parse_rows, summarise_case, table
+from bench.kernels.counters import CASES
 from bench.kernels.plot import draw, over_floor, rates
 from bench.kernels.shapes import DECODE_SHAPES, MAIN_HEADS, PREFILL_SHAPES
 
@@ -63,6 +64,15 @@ def test_stalls_are_shares_of_the_warps_time():
     found = summarise_case(CASES[0], parse_rows(page(("decode", CASES[0], DECODE))))
     assert found["stalls_pct"] == {"long_scoreboard": 59.9, "wait": 30.0, "selected": 10.0}
     assert next(iter(found["stalls_pct"])) == "long_scoreboard"
+
+
+def test_the_table_tells_what_warps_wait_for():
+    values = DECODE | {"clock_hz": 1.75e9}
+    row = summarise_case(CASES[0], parse_rows(page(("decode", CASES[0], values))))
+    head, _, told = table([row]).splitlines()
+    assert len(head.split("|")) == len(told.split("|"))
+    assert "| 120.0 | 1.75 | 92 % | 2 % | 0 % |" in told
+    assert told.endswith("| 168 | 0.95 | long scoreboard 60 %, wait 30 % |")
 
 
 def test_cases_have_known_shapes():
