@@ -1,12 +1,14 @@
 """Dependencies point one way: frontends -> sparse -> attention -> ops; all may use the cache."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "server" / "bicl"
+CSRC = PACKAGE.parents[1] / "csrc"
 
 OPEN_TO_ALL = {"bicl", "bicl.errors", "bicl.config", "bicl.settings"}
 ALLOWED = {
@@ -92,3 +94,16 @@ def test_environment_is_read_in_one_place() -> None:
     assert outside <= {"config.py", "cli.py", "healthcheck.py"}
     imported = imported_modules(PACKAGE / "healthcheck.py")
     assert not [module for module in imported if module.startswith("bicl")]
+
+
+def test_kernels_include_nothing_of_torch_or_python() -> None:
+    """One library serves every version of both; tensors come as tvm-ffi's views."""
+    includes = {
+        include
+        for path in CSRC.rglob("*")
+        if path.suffix in {".cpp", ".cu", ".cuh", ".h"}
+        for include in re.findall(r'#\s*include\s*[<"]([^>"]+)', path.read_text())
+    }
+    assert "cuda_runtime.h" in includes
+    foreign = re.compile(r"(torch|ATen|c10|pybind11|dlpack)/|Python\.h|\.\./\.\./\.\./")
+    assert [include for include in includes if foreign.search(include)] == []
