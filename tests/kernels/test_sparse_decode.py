@@ -16,6 +16,7 @@ from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
 from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
+from bicl.sparse.selection import SelectionRule
 
 pytestmark = pytest.mark.gpu
 
@@ -72,6 +73,33 @@ def test_decode_reads_each_heads_own_tiles(
         truth = truth_of(alone, scale=own.scale)
         assert_close_enough(out[:, heads], truth.out, truth.same_precision)
         assert_lse_close(lse[heads], truth.lse)
+
+
+@pytest.mark.parametrize("page_and_tile", PAGES_AND_TILES)
+def test_only_the_first_and_last_tokens_of_a_long_sequence_keep_their_places(
+    backend: CudaBackend, page_and_tile: tuple[int, int]
+) -> None:
+    """1,024 first and 7,168 last of 9,000, whose end is no end of a page. (A56)"""
+    layout = PageLayout(2, 128, torch.bfloat16, *page_and_tile)
+    tokens, size = 9000, layout.page_size
+    first, recent, count = 1024 // size, 7168 // size, -(-tokens // size)
+    own = indexed_step(backend, [tokens], layout)
+    rule = SelectionRule(
+        page_size=size, max_k=first + recent, first=first, recent=recent, floor=first + recent
+    )
+    pages, read, positions = choose(own, everyone(own.meta, 0.95), rule)
+    kept = torch.tensor([*range(first), *range(count - recent, count)], device="cuda")
+    assert torch.equal(positions[0, :, : len(kept)].long(), kept.expand(2, -1))
+    assert torch.equal(pages[0, :, : len(kept)], own.meta.page_table[0, kept].expand(2, -1))
+    near = (kept[:, None] * size + torch.arange(size, device="cuda")).reshape(-1)
+    near = near[near < tokens]
+    assert int(read[0]) == len(near)
+    chosen = replace(own.meta, page_table=pages, cache_seqlens=read)
+    out, lse = backend.run(own.step.query, own.step.layer, chosen, scale=own.scale, return_lse=True)
+    alone = replace(own.step, meta=chosen, key=own.step.key[near], value=own.step.value[near])
+    truth = truth_of(alone, scale=own.scale)
+    assert_close_enough(out, truth.out, truth.same_precision)
+    assert_lse_close(lse, truth.lse)
 
 
 def test_kept_and_rest_merged_by_lse_equal_dense(backend: CudaBackend) -> None:

@@ -73,6 +73,30 @@ def test_sparse_decode_is_attention_over_the_selected_pages(
     assert not torch.allclose(out[0], dense[0], atol=1e-3)
 
 
+def test_only_the_first_and_last_tokens_of_a_long_sequence_keep_their_places() -> None:
+    """1,024 first and 7,168 last of 9,000, whose end is no end of a page. (A56)"""
+    tokens, first, recent = 9000, 16, 112
+    step = decode_step((tokens,), group=2)
+    backend = sparse_backend(step.layer, "centroids", first=first, recent=recent, max_k=129)
+    filled(step, backend)
+    meta = with_sparsity(step, 0.95)
+    chosen = backend.select(step.query, backend.indexes[0], meta, SCALE)
+    pages = -(-tokens // 64)
+    kept = [*range(first), *range(pages - recent, pages)]
+    assert (
+        chosen.page_table[0, :, : len(kept)].tolist()
+        == [step.meta.page_table[0, kept].tolist()] * 2
+    )
+    near = torch.cat((torch.arange(first * 64), torch.arange((pages - recent) * 64, tokens)))
+    assert int(chosen.cache_seqlens[0]) == len(near)
+    out = backend.run(step.query, step.layer, meta, scale=SCALE)
+    query = step.query[0].view(2, 2, 64).double()
+    key, value = (x[near].double() for x in (step.key, step.value))
+    share = torch.einsum("hgd,thd->hgt", query, key).mul(SCALE).softmax(dim=-1)
+    truth = torch.einsum("hgt,thd->hgd", share, value).reshape(1, 4, 64).float()
+    torch.testing.assert_close(out, truth, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("length", [1, 20, 63, 64, 65, 1023, 1024])
 def test_sequences_up_to_the_floor_are_dense_bit_for_bit(length: int) -> None:
     """(A57)"""
