@@ -84,6 +84,7 @@ def compare(
     *,
     rounds: int = 11,
     graph_us: float = 3000.0,
+    captured: Call | None = None,
 ) -> Comparison:
     """Time contestants against each other.
 
@@ -91,6 +92,7 @@ def compare(
         contestants: name -> callables that do the same work on disjoint memory, safe to capture.
         rounds: replays of each contestant, taken in turns.
         graph_us: wanted length of one replay in microseconds.
+        captured: called when all are captured, before the first of them is timed.
 
     A contestant that raises is reported in ``errors`` and does not stop the others.
     """
@@ -102,6 +104,8 @@ def compare(
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             torch.cuda.synchronize()
+    if captured is not None:
+        captured()
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for index in range(rounds):
         order = list(graphs) if index % 2 == 0 else list(reversed(graphs))

@@ -52,6 +52,7 @@ def _error(
         batch, prepared = _prepare(contestant, arena, heads, ragged)
     except Unsupported:
         batch, prepared = _prepare(contestant, arena, heads, even)
+    prepared.settle()
     result = prepared.packed(prepared.calls[0]()).float().cpu()
     return relative_error(result, _truth(batch, prepared))
 

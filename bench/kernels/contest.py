@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bench.kernels.arena import PagedBatch
-from bench.kernels.impls import Contestant
+from bench.kernels.impls import Contestant, Prepared
 from bench.kernels.report import Report
 from bench.timing import Call, Sample, compare
 
@@ -28,7 +28,7 @@ def attention(
     """
     cell = f"{op} {batch.heads} {shape}"
     calls: dict[str, Sequence[Call]] = {}
-    keep = []
+    keep: list[Prepared] = []
     for contestant in contestants:
         try:
             prepared = contestant.prepare(batch)
@@ -37,7 +37,12 @@ def attention(
             continue
         calls[contestant.name] = prepared.calls
         keep.append(prepared)
-    found = compare({**calls, **(others or {})}, rounds=rounds)
+
+    def settle() -> None:
+        for prepared in keep:
+            prepared.settle()
+
+    found = compare({**calls, **(others or {})}, rounds=rounds, captured=settle)
     for name, reason in found.errors.items():
         report.skip(f"{cell} {name}", reason)
     return found.samples

@@ -20,6 +20,10 @@ def _unchanged(out: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _nothing() -> None:
+    pass
+
+
 class Unsupported(Exception):
     """The contestant has no way to do this shape; the message says why."""
 
@@ -34,12 +38,14 @@ class Prepared:
             callable reads, for the check against the float32 reference.
         keep: objects that must outlive the calls.
         packed: a call's output as ``[sum(new_tokens), query heads, head_dim]``; untimed.
+        settle: called once the calls have been captured, before they are timed or checked.
     """
 
     calls: Sequence[AttentionCall]
     key_value: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     keep: object = None
     packed: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+    settle: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True)

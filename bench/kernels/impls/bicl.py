@@ -3,7 +3,8 @@
 ``bicl`` is what a server runs. The others change one thing: ``-deterministic`` cuts every sequence
 at fixed keys, ``-pdl`` lets a launch overlap the end of the kernel before it, ``-fp8`` stores e4m3,
 ``-sm80`` takes the path for cards before Hopper, ``-with-plan`` makes the step's plan anew in every
-call, ``-no-plan`` does without, ``-fp8-in-kernel`` never widens a prefill's fp8 pages ahead of it.
+call, ``-no-plan`` does without, ``-other-lengths`` captures its graph while the sequences are half
+as long and in reverse order, ``-fp8-in-kernel`` never widens a prefill's fp8 pages ahead of it.
 Otherwise a prefill's plan stands before the clock starts, and a decode step's is made within it by
 every 32nd call, which stands for a model of 32 layers.
 """
@@ -58,6 +59,7 @@ def register(registry: Registry) -> None:
         Contestant("bicl-fp8", partial(decode_calls, {}, dtype=_FP8), element_bytes=1),
         Contestant("bicl-with-plan", partial(decode_calls, {}, layers=1)),
         Contestant("bicl-no-plan", partial(decode_calls, {}, layers=0)),
+        Contestant("bicl-other-lengths", partial(decode_calls, {}, captured_at=_other_lengths)),
     ]
     registry.prefill += [
         Contestant("bicl", partial(_prefill, {})),
@@ -100,18 +102,27 @@ def decode_calls(
     before: Callable[[int], object] = lambda index: None,
     attend: Callable[..., None] = decode_attention,
     plan_with: Callable[..., None] = plan_decode,
+    captured_at: Callable[[PagedBatch], torch.Tensor] = lambda batch: batch.cache_seqlens,
 ) -> Prepared:
     """Calls over the page tables by turns; every ``layers``-th makes its plan first (0: none has
     one). ``before`` runs ahead of each call, with its table's index; ``attend`` and
-    ``plan_with`` are called as ``decode_attention`` and ``plan_decode`` are."""
+    ``plan_with`` are called as ``decode_attention`` and ``plan_decode`` are; ``captured_at`` gives
+    the lengths until the calls have been captured."""
     layer = pages_of(batch, dtype)
     tables = batch.page_tables(PAGE) if tables is None else tables
     out = torch.empty_like(batch.query)
     space = workspace(batch.arena.device, flags.get("deterministic", False))
     shared = {key: flag for key, flag in flags.items() if key != "pdl"}
+    lengths = captured_at(batch)
 
     def make_plan(plan: torch.Tensor, table: torch.Tensor) -> None:
-        plan_with(plan, layer, table, batch.cache_seqlens, num_q_heads=batch.heads.query, **shared)
+        plan_with(plan, layer, table, lengths, num_q_heads=batch.heads.query, **shared)
+
+    def settle() -> None:
+        lengths.copy_(batch.cache_seqlens)
+        for plan, table in zip(plans, tables, strict=True):
+            if plan is not None:
+                make_plan(plan, table)
 
     plans: list[torch.Tensor | None] = [None] * len(tables)
     if layers:
@@ -130,7 +141,7 @@ def decode_calls(
             batch.query,
             layer,
             table,
-            batch.cache_seqlens,
+            lengths,
             space,
             out=out,
             plan=plan,
@@ -145,7 +156,13 @@ def decode_calls(
         partial(call, index % len(tables), layers > 0 and index % layers == 0)
         for index in range(rounds * len(tables))
     ]
-    return Prepared(calls, partial(key_value, layer, tables[0], batch.lengths))
+    read = partial(key_value, layer, tables[0], batch.lengths)
+    return Prepared(calls, read, settle=settle)
+
+
+def _other_lengths(batch: PagedBatch) -> torch.Tensor:
+    halves = [max(1, length // 2) for length in reversed(batch.lengths)]
+    return torch.tensor(halves, dtype=torch.int32, device=batch.arena.device)
 
 
 def _newest(batch: PagedBatch, table: torch.Tensor) -> torch.Tensor:
