@@ -58,8 +58,8 @@ SPREADS = {
 """What every unit of a kind has of its own: least and most over the mean. Asked for where ncu knows
 the counter."""
 _HEADINGS = (
-    *("call", "us", "GHz", "DRAM", "L2 hit", "tensor", "issued", "warps", "registers"),
-    *("SMs busy", "waits for"),
+    *("call", "us", "GHz", "MB read", "DRAM", "L2 hit", "tensor", "issued", "warps"),
+    *("registers", "SMs busy", "waits for"),
 )
 _SHOWN = ("dram_peak", "l2_hit", "tensor", "issue", "warps")
 ROLLUPS = ("min", "avg", "max")
@@ -184,9 +184,10 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         percents = [row[f"{name}_pct"] for name in _SHOWN]
         waits = [pair for pair in row["stalls_pct"].items() if "selected" not in pair[0]]
         cells = [
-            *(row["case"].removesuffix(f" {MAIN_HEADS}"), f"{row['us']:.1f}", str(row["ghz"])),
+            *(row["case"].removesuffix(f" {MAIN_HEADS}"), f"{row['us']:.1f}", f"{row['ghz']:.2f}"),
+            f"{row['dram_read_mb']:.0f}",
             *("-" if percent is None else f"{percent:.0f} %" for percent in percents),
-            *(str(row.get("registers", "-")), f"{row['mean_busy_sm']}"),
+            *(str(row.get("registers", "-")), f"{row['mean_busy_sm']:.3f}"),
             ", ".join(f"{name.replace('_', ' ')} {share:.0f} %" for name, share in waits[:3]),
         ]
         lines.append(f"| {' | '.join(cells)} |")

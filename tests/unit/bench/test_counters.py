@@ -71,8 +71,8 @@ def test_the_table_tells_what_warps_wait_for():
     row = summarise_case(CASES[0], parse_rows(page(("decode", CASES[0], values))))
     head, _, told = table([row]).splitlines()
     assert len(head.split("|")) == len(told.split("|"))
-    assert "| 120.0 | 1.75 | 92 % | 2 % | 0 % |" in told
-    assert told.endswith("| 168 | 0.95 | long scoreboard 60 %, wait 30 % |")
+    assert "| 120.0 | 1.75 | 537 | 92 % | 2 % | 0 % |" in told
+    assert told.endswith("| 168 | 0.950 | long scoreboard 60 %, wait 30 % |")
 
 
 def test_cases_have_known_shapes():
