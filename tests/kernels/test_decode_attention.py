@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from support.cases import DECODE_LENGTHS, FP8_DTYPES, PAGES_AND_TILES, Step, pairwise
+from support.cases import DECODE_LENGTHS, FP8_DTYPES, PAGES_AND_TILES, Step, pairwise, sampled
 from support.compare import assert_close_enough, assert_lse_close
 from support.device import decode_step, truth_of
 
@@ -38,19 +39,18 @@ SCHEDULES = {
     "sm_80": {"force_sm80": True},
     "sm_80 deterministic": {"force_sm80": True, "deterministic": True},
 }
-CASES = list(
-    pairwise(
-        stored=list(STORED),
-        head_dim=(64, 80, 96, 128, 192, 256),
-        lengths=list(DECODE_LENGTHS),
-        group=(1, 4, 8, 12, 16, 20),
-        page_and_tile=PAGES_AND_TILES,
-        schedule=list(SCHEDULES),
-        window_left=(-1, 0, 100, 5000),
-        softcap=(0.0, 15.0),
-        kv_heads=(1, 3, 8),
-    )
-)
+CHOICES: dict[str, Sequence[object]] = {
+    "stored": list(STORED),
+    "head_dim": (64, 80, 96, 128, 192, 256),
+    "lengths": list(DECODE_LENGTHS),
+    "group": (1, 4, 8, 12, 16, 20),
+    "page_and_tile": PAGES_AND_TILES,
+    "schedule": list(SCHEDULES),
+    "window_left": (-1, 0, 100, 5000),
+    "softcap": (0.0, 15.0),
+    "kv_heads": (1, 3, 8),
+}
+CASES = [*pairwise(**CHOICES), *sampled(120, **CHOICES)]
 
 
 @pytest.fixture(scope="module")

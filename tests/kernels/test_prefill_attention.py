@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from support.cases import (
     FP8_DTYPES,
     PAGES_AND_TILES,
     pairwise,
+    sampled,
 )
 from support.compare import assert_close_enough, assert_lse_close
 from support.device import DEVICE, truth_of
@@ -46,20 +48,19 @@ VARIANTS = {
     "deterministic": {"deterministic": True},
     "sm_80": {"force_sm80": True},
 }
-CASES = list(
-    pairwise(
-        stored=list(STORED),
-        head_dim=(32, 64, 80, 96, 120, 128, 160, 192, 256),
-        lengths=list(LENGTHS),
-        group=(1, 2, 3, 4, 8, 9),
-        page_and_tile=PAGES_AND_TILES,
-        variant=list(VARIANTS),
-        window=((-1, -1), (0, 0), (100, -1), (1000, 20), (-1, 5)),
-        softcap=(0.0, 15.0),
-        causal=(True, False),
-        kv_heads=(1, 3, 8),
-    )
-)
+CHOICES: dict[str, Sequence[object]] = {
+    "stored": list(STORED),
+    "head_dim": (32, 64, 80, 96, 120, 128, 160, 192, 256),
+    "lengths": list(LENGTHS),
+    "group": (1, 2, 3, 4, 8, 9),
+    "page_and_tile": PAGES_AND_TILES,
+    "variant": list(VARIANTS),
+    "window": ((-1, -1), (0, 0), (100, -1), (1000, 20), (-1, 5)),
+    "softcap": (0.0, 15.0),
+    "causal": (True, False),
+    "kv_heads": (1, 3, 8),
+}
+CASES = [*pairwise(**CHOICES), *sampled(120, **CHOICES)]
 
 
 def layout_of(kv_heads: int, head_dim: int, stored: torch.dtype, page_and_tile=(64, 64)):

@@ -9,6 +9,7 @@ it.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
@@ -82,6 +83,14 @@ def pairwise(**choices: Sequence[object]) -> Iterator[dict[str, object]]:
             picked.setdefault(name, 0)
         open_pairs -= set(combinations(((name, picked[name]) for name in names), 2))
         yield {name: choices[name][picked[name]] for name in names}
+
+
+def sampled(count: int, **choices: Sequence[object]) -> Iterator[dict[str, object]]:
+    """Combinations drawn from all there are, for faults that take more than a pair; always the
+    same ones."""
+    draw = random.Random(0)
+    for _ in range(count):
+        yield {name: draw.choice(values) for name, values in choices.items()}
 
 
 @dataclass(frozen=True)
