@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bicl.errors import ConfigError
@@ -58,6 +59,8 @@ class Signals:
         mass_kept: share of the attention mass in the tiles read.
         entropy: of the dense attention in the sparse layers, in nats.
         stale_pages: pages of the row whose index rows do not fit them.
+        entropy_by_group: the same of one layer before, among and after the sparse ones (``first``,
+            ``sparse``, ``last``), where they were measured.
     """
 
     expected: float
@@ -65,6 +68,7 @@ class Signals:
     mass_kept: float
     entropy: float
     stale_pages: int = 0
+    entropy_by_group: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass

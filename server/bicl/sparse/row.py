@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from bicl.sparse.guard import Guard, Signals
 
 __all__ = ["SparseRow"]
@@ -20,8 +22,8 @@ class SparseRow:
         asked: the ratio at the start; ``ratio`` falls to 0 with a fall-back.
         first_sparse: position of the first token that was computed with tiles left out. Its keys
             and values and all later ones are approximations: nobody else may be given them.
-        tiles_read, tiles_total, mass_kept, entropy, shadow_steps, fallback: as in a request's
-            ``details``.
+        tiles_read, tiles_total, mass_kept, entropy, entropy_by_group, shadow_steps, fallback: as in
+            a request's ``details``.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class SparseRow:
         self.tiles_read = 0
         self.tiles_total = 0
         self.entropy: float | None = None
+        self.entropy_by_group: Mapping[str, float] = {}
         self.shadow_steps = 0
         self.fallback = ""
         self._guard = guard
@@ -84,6 +87,7 @@ class SparseRow:
         self.shadow_steps += 1
         self._mass += signals.mass_kept
         self.entropy = signals.entropy
+        self.entropy_by_group = signals.entropy_by_group
         self.fallback = self._guard.judge(signals)
         if self.fallback:
             self.ratio = 0.0

@@ -67,6 +67,8 @@ def test_a_long_request_leaves_tiles_out_and_says_how_many(sparse) -> None:
     assert told.shadow_steps == 3  # of 23 decode steps, one in eight
     assert told.fallback == ""
     assert 0.0 < told.mass_kept < 1.0
+    assert set(told.entropy_by_group) == set(after.entropy)
+    assert told.entropy_by_group["sparse"] == told.entropy > 0.0
     assert after.tiles_skipped - before.tiles_skipped == told.tiles_total - told.tiles_read
     assert after.rows["sparse"] - before.rows.get("sparse", 0) == 23
 

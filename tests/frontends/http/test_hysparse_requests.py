@@ -18,7 +18,14 @@ from bicl.sparse.settings import HySparseSettings
 
 ENABLED = HySparseSettings(enable_hysparse=True)
 TOLD = SparseUsage(
-    0.65, tiles_read=35, tiles_total=100, mass_kept=0.95, entropy=3.5, shadow_steps=2, fallback=""
+    0.65,
+    tiles_read=35,
+    tiles_total=100,
+    mass_kept=0.95,
+    entropy=3.5,
+    entropy_by_group={"first": 4.0, "sparse": 3.5, "last": 2.5},
+    shadow_steps=2,
+    fallback="",
 )
 WIRE = {
     "sparsity_ratio": 0.65,
@@ -28,6 +35,7 @@ WIRE = {
     "exercised": True,
     "attention_mass_kept": 0.95,
     "attention_entropy": 3.5,
+    "attention_entropy_by_group": {"first": 4.0, "sparse": 3.5, "last": 2.5},
     "shadow_steps": 2,
     "fallback": None,
     "text_kind": None,

@@ -122,6 +122,9 @@ def hysparse_details(told: SparseUsage | None) -> HySparseDetails | None:
         exercised=told.tiles_read < told.tiles_total,
         attention_mass_kept=None if told.mass_kept is None else round(told.mass_kept, 4),
         attention_entropy=None if told.entropy is None else round(told.entropy, 4),
+        attention_entropy_by_group={
+            name: round(value, 4) for name, value in told.entropy_by_group.items()
+        },
         shadow_steps=told.shadow_steps,
         fallback=told.fallback or None,
         text_kind=told.text_kind or None,

@@ -5,6 +5,7 @@ Routes validate and tokenise; the engine trusts what stands here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -148,7 +149,10 @@ class SparseUsage:
             head, summed over sparse layers and steps.
         mass_kept: share of the attention mass that lay in the tiles that were read, mean of the
             shadow steps; ``None`` before the first.
-        entropy: of the last shadow step's attention, in nats; ``None`` before the first.
+        entropy: of the last shadow step's attention in the sparse layers, in nats; ``None`` before
+            the first.
+        entropy_by_group: the same of a layer before, among and after the sparse ones (``first``,
+            ``sparse``, ``last``; ``compact`` measures ``sparse`` alone).
         shadow_steps: decode steps in which a dense shadow ran beside a sampled layer.
         fallback: why it went back to the full cache; empty: it did not.
         text_kind: of its prompt, as classified; empty: nobody asked.
@@ -159,6 +163,7 @@ class SparseUsage:
     tiles_total: int = 0
     mass_kept: float | None = None
     entropy: float | None = None
+    entropy_by_group: Mapping[str, float] = field(default_factory=dict)
     shadow_steps: int = 0
     fallback: str = ""
     text_kind: str = ""

@@ -119,8 +119,7 @@ class CompactControl:
             elif chunk.count == 1 and chunk.start >= chunk.sequence.num_prompt:
                 self._count(chunk, row)
         if signals:
-            entropy = {"sparse": [each.entropy for each in signals.values()]}
-            self._totals.shadow(signals, entropy)
+            self._totals.shadow(signals)
         return back
 
     def settle(self, chunks: SequenceOf[Chunk]) -> None:
@@ -186,7 +185,8 @@ class CompactControl:
         mass = torch.stack([each.mass_kept for each in verdicts.values()]).mean()
         entropy = torch.stack([each.entropy for each in verdicts.values()]).mean()
         share = 1.0 - observed.num_kept / (chunk.start + chunk.count)
-        return Signals(share, share, float(mass), float(entropy))
+        measured = float(entropy)
+        return Signals(share, share, float(mass), measured, entropy_by_group={"sparse": measured})
 
     def _count(self, chunk: Chunk, row: SparseRow) -> None:
         size, layers = self._backend.rule.page_size, len(self._backend.layers)

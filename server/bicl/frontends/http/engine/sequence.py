@@ -172,6 +172,7 @@ def _sparse_usage(row: SparseRow) -> SparseUsage:
         tiles_total=row.tiles_total,
         mass_kept=row.mass_kept,
         entropy=row.entropy,
+        entropy_by_group=dict(row.entropy_by_group),
         shadow_steps=row.shadow_steps,
         fallback=row.fallback,
     )

@@ -205,8 +205,9 @@ class SparseControl:
                 mass_kept=mass[index],
                 entropy=entropy["sparse"][index],
                 stale_pages=stale.get(index, 0),
+                entropy_by_group={name: values[index] for name, values in entropy.items()},
             )
-        self._totals.shadow(signals, {n: [v[i] for i in signals] for n, v in entropy.items()})
+        self._totals.shadow(signals)
         return signals
 
     def _audit(self, chunks: SequenceOf[Chunk], step: SparseStep) -> dict[int, int]:
@@ -243,15 +244,16 @@ class SparseTotals:
     actual: float = math.nan
     entropy: dict[str, float] = field(default_factory=dict)
 
-    def shadow(self, signals: dict[int, Signals], entropy: dict[str, list[float]]) -> None:
+    def shadow(self, signals: dict[int, Signals]) -> None:
         kept = [each.mass_kept for each in signals.values()]
         self.shadow_steps += 1
         self.mass_sum += sum(kept)
         self.mass_count += len(kept)
         self.mass_last = sum(kept) / len(kept)
         self.actual = sum(each.actual for each in signals.values()) / len(signals)
-        for name, values in entropy.items():
-            new = sum(values) / len(values)
+        each_group = [each.entropy_by_group for each in signals.values()]
+        for name in each_group[0]:
+            new = sum(own[name] for own in each_group) / len(each_group)
             old = self.entropy.get(name, new)
             self.entropy[name] = old + SMOOTHING * (new - old)
 

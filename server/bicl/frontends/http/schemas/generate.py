@@ -139,6 +139,9 @@ class HySparseDetails(Wire):
         description="Share of the attention mass in the tiles that were read, where measured."
     )
     attention_entropy: float | None = Field(description="Of the last shadow step, in nats.")
+    attention_entropy_by_group: dict[str, float] = Field(
+        description="The same of a layer before, among and after the sparse ones, by name."
+    )
     shadow_steps: int = Field(description="Steps in which a dense shadow measured one layer.")
     fallback: str | None = Field(description="Why the request went back to the full cache.")
     text_kind: str | None = Field(description="Of the prompt, where it was classified.")
