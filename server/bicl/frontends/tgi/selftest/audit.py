@@ -205,6 +205,10 @@ class _Audit:
 
             sparsity = shard_sparsity()
             return 0 if sparsity is None else sparsity.counters.tiles_skipped
+        if command == "counters":
+            from bicl.frontends.tgi import prefixes
+
+            return asdict(prefixes.counters())
         if command == "cached":
             return self.cached[pages[0]]
         if command == "largest":

@@ -32,6 +32,10 @@ class Auditor:
         """By rank, prompt tokens that a request did not compute."""
         return self._ask("cached", [request])
 
+    def counters(self) -> list[dict[str, int]]:
+        """By rank, what the shard's metrics say of claimed prefixes."""
+        return self._ask("counters")
+
     def tiles_skipped(self) -> list[int]:
         """By rank, tiles that HySparse left out since the start."""
         return self._ask("skipped")

@@ -164,11 +164,15 @@ def case_health_request_on_page_0(bench: Bench) -> None:
 
 
 def case_prefix_that_was_never_computed(bench: Bench) -> None:
-    """What the router can claim after a prefill that failed or was dropped."""
-    size = 2 * bench.router.page_size
+    """What the router can claim after a prefill that failed or was dropped: it is mended, counted
+    and told."""
+    size, auditor = 2 * bench.router.page_size, bench.shards.auditor()
+    before = [each["rejected_claims"] for each in auditor.counters()]
     sequence = bench.sequence(bench.prompt(size + 25, 4))
     bench.router.prefill(sequence, cached=size)
     bench.check(sequence)
+    assert [each["rejected_claims"] for each in auditor.counters()] == [n + 1 for n in before]
+    auditor.close()
     assert f"claims {size} cached tokens, but only 0 were computed" in bench.shards.log()
 
 
