@@ -67,8 +67,9 @@ class Combiner : protected Queries<T> {
   __device__ __forceinline__ int list_slots(const Line& line, const Place& place, int slots) const {
     const int first = line.owner(place, 0);
     if (!p_.deterministic) {
-      const int count = line.owner(place, place.num_blocks - 1) - first + 1;
-      for (int i = threadIdx.x; i < count; i += T::kConsumers) list()[i] = (first + i) * slots + (i == 0);
+      const int team = k_.teams.size.divisor;
+      const int count = static_cast<int>(k_.teams.size.divide(line.owner(place, place.num_blocks - 1) - first)) + 1;
+      for (int i = threadIdx.x; i < count; i += T::kConsumers) list()[i] = (first + i * team) * slots + (i == 0);
       return count;
     }
     const int step = unit_blocks(place.num_blocks, T::kGroups);

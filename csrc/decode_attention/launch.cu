@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <stdexcept>
@@ -184,7 +185,10 @@ Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
     grid = config.cluster * std::max(pairs, spare);
   }
   config.grid = dim3(grid);
-  k.grid = FastDiv(config.grid.x);
+  const int team = std::gcd(heads, grid);
+  k.teams.size = FastDiv(team);
+  k.teams.count = FastDiv(grid / team);
+  k.teams.heads = heads / team;
   k.multiple = p.deterministic ? kernel->groups : 1;
   k.charge = kernel->charge;
   k.max_units = kernel->results / ((kernel->vectors + config.cluster - 1) / config.cluster);

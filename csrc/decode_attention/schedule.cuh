@@ -1,11 +1,13 @@
 // Who computes what, decided on the device from the lengths alone.
 //
-// A sequence's visible keys are cut into blocks of 64. All blocks of all (sequence, head) pairs stand in one
-// line, x = 0 .. total - 1, heads of a sequence one after the other:
+// A sequence's visible keys are cut into blocks of 64, and the CTAs into teams, whose members take different heads. All
+// blocks of all sequences and of the heads of one member stand in one line, x = 0 .. total - 1, heads of a sequence one
+// after the other. Teams of two, four heads:
 //
-//   sequence 0                      sequence 1
-//   |head 0   |head 1   |head 2   |head 0 |head 1 |head 2 |
-//   |---- CTA 0 ----|---- CTA 1 ----|---- CTA 2 ----|        stream-K: equal shares, cut anywhere
+//                sequence 0          sequence 1
+//   member 0     |head 0  |head 2  |head 0 |head 2 |
+//   member 1     |head 1  |head 3  |head 1 |head 3 |
+//                |--- team 0 ---|--- team 1 ---|        stream-K: equal shares, cut anywhere
 //
 // A head may be charged as more blocks than it has, since its end takes time too: CTAs full of short sequences would
 // come last.
@@ -131,28 +133,32 @@ struct Bounds {
   int begin, end, sequence;
 };
 
+// As CTA `cta` sees it.
 class Line {
  public:
-  __device__ __forceinline__ Line(const Entry* entries, int batch, int num_heads, const FastDiv& grid,
-                                  bool deterministic, int groups, const Charge& charge)
-      : entries_(entries), batch_(batch), num_heads_(num_heads), grid_(grid), deterministic_(deterministic),
-        groups_(groups), charge_(charge), total_(entries[batch].charge_before * num_heads) {}
+  __device__ __forceinline__ Line(const Entry* entries, int batch, const Teams& teams, int cta, bool deterministic,
+                                  int groups, const Charge& charge)
+      : entries_(entries), batch_(batch), teams_(teams), deterministic_(deterministic), groups_(groups),
+        charge_(charge), total_(entries[batch].charge_before * teams.heads) {
+    team_ = teams.size.divide(cta, member_);
+  }
 
   // `hint`: a sequence not behind the one sought, and probably it.
   __device__ __forceinline__ Place place(int x, int hint) const {
-    const int sequence = x < entries_[hint + 1].before * num_heads_ ? hint : find(x);
+    const int sequence = x < entries_[hint + 1].before * teams_.heads ? hint : find(x);
     const Entry entry = entries_[sequence];
     const unsigned blocks = entries_[sequence + 1].before - entry.before;
-    const unsigned rest = x - entry.before * num_heads_;
+    const unsigned rest = x - entry.before * teams_.heads;
     const unsigned head = rest / blocks;
-    return {sequence, static_cast<int>(head), static_cast<int>(rest - head * blocks), static_cast<int>(blocks),
-            entry.length};
+    return {sequence, static_cast<int>(head * teams_.size.divisor + member_), static_cast<int>(rest - head * blocks),
+            static_cast<int>(blocks), entry.length};
   }
 
   // Moves on to the next head that has blocks; there must be one.
   __device__ __forceinline__ void advance(int& sequence, int& head) const {
-    if (++head < num_heads_) return;
-    head = 0;
+    head += teams_.size.divisor;
+    if (head < static_cast<int>(teams_.heads * teams_.size.divisor)) return;
+    head = member_;
     do ++sequence;
     while (blocks(sequence) == 0);
   }
@@ -168,45 +174,50 @@ class Line {
     return entries_[sequence + 1].before - entries_[sequence].before;
   }
 
-  // A CTA's share. By a whole warp, of which each half looks for one end.
-  __device__ __forceinline__ Bounds share_of(int cta) const {
+  // The CTA's share. By a whole warp, of which each half looks for one end.
+  __device__ __forceinline__ Bounds share() const {
     int sequence = 0;
-    const int end = begin(cta + static_cast<int>(threadIdx.x % 32 / 16), sequence);
+    const int end = begin(team_ + static_cast<int>(threadIdx.x % 32 / 16), sequence);
     return {__shfl_sync(~0u, end, 0), __shfl_sync(~0u, end, 16), __shfl_sync(~0u, sequence, 0)};
   }
 
   // The CTA that computes block `block` of a place's head (deterministic: a block that begins a unit).
   __device__ __forceinline__ int owner(const Place& place, int block) const {
-    const int charge = entries_[place.sequence].charge_before * num_heads_ +
-                       place.head * charge_of(place.num_blocks, charge_) + block;
-    const int grid = grid_.divisor;
-    if (total_ < grid) return charge;
-    int cta = min(static_cast<int>(__fdividef((charge + 0.5f) * grid, static_cast<float>(total_))), grid - 1);
-    while (even_share(cta) > charge) --cta;
-    while (even_share(cta + 1) <= charge) ++cta;
-    return cta;
+    const int charge = entries_[place.sequence].charge_before * teams_.heads +
+                       teams_.size.divide(place.head) * charge_of(place.num_blocks, charge_) + block;
+    return team_of(charge) * teams_.size.divisor + member_;
   }
 
  private:
+  // The team whose share holds a position counted in charges.
+  __device__ __forceinline__ int team_of(int charge) const {
+    const int teams = teams_.count.divisor;
+    if (total_ < teams) return charge;
+    int team = min(static_cast<int>(__fdividef((charge + 0.5f) * teams, static_cast<float>(total_))), teams - 1);
+    while (even_share(team) > charge) --team;
+    while (even_share(team + 1) <= charge) ++team;
+    return team;
+  }
+
   // The sequence that holds position x.
   __device__ __forceinline__ int find(int x) const {
     int low = 0, high = batch_;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (entries_[middle].before * num_heads_ <= x) low = middle;
+      if (entries_[middle].before * teams_.heads <= x) low = middle;
       else high = middle;
     }
     return low;
   }
 
-  // Where CTA `cta`'s share begins, and a sequence not behind it. By half a warp, beside the other half.
-  __device__ __forceinline__ int begin(int cta, int& sequence) const {
-    const int charge = even_share(cta);
+  // Where a team's share begins, and a sequence not behind it. By half a warp, beside the other half.
+  __device__ __forceinline__ int begin(int team, int& sequence) const {
+    const int charge = even_share(team);
     sequence = find_charge(charge);
-    if (charge >= total_) return entries_[batch_].before * num_heads_;
+    if (charge >= total_) return entries_[batch_].before * teams_.heads;
     const Entry entry = entries_[sequence];
     const int blocks = entries_[sequence + 1].before - entry.before;
-    const unsigned rest = charge - entry.charge_before * num_heads_;
+    const unsigned rest = charge - entry.charge_before * teams_.heads;
     const unsigned per_head = charge_of(blocks, charge_);
     const int head = rest / per_head;
     int block = rest - head * per_head;
@@ -214,7 +225,7 @@ class Line {
       const int unit = unit_blocks(blocks, groups_);
       block = (block + unit - 1) / unit * unit;
     }
-    return entry.before * num_heads_ + head * blocks + min(block, blocks);
+    return entry.before * teams_.heads + head * blocks + min(block, blocks);
   }
 
   // The sequence that holds a position counted in charges; half a warp looks at 16 places at a time.
@@ -225,24 +236,26 @@ class Line {
     for (int width = batch_; width > 1; width = step) {
       step = (width + kLanes - 1) / kLanes;
       const int at = low + lane * step;
-      const bool reached = lane * step < width && at < batch_ && entries_[at].charge_before * num_heads_ <= charge;
+      const bool reached = lane * step < width && at < batch_ && entries_[at].charge_before * teams_.heads <= charge;
       const unsigned votes = __ballot_sync(~0u, reached) >> half * kLanes & 0xffffu;
       low += (__popc(votes) - 1) * step;
     }
     return low;
   }
 
-  // floor(cta * total / grid); one each where there is less than one a CTA.
-  __device__ __forceinline__ int even_share(int cta) const {
-    if (total_ < static_cast<int>(grid_.divisor)) return min(cta, total_);
+  // floor(team * total / teams); one each where there is less than one a team.
+  __device__ __forceinline__ int even_share(int team) const {
+    if (total_ < static_cast<int>(teams_.count.divisor)) return min(team, total_);
     uint32_t rest;
-    const uint32_t quotient = grid_.divide(total_, rest);
-    return cta * quotient + grid_.divide(cta * rest);
+    const uint32_t quotient = teams_.count.divide(total_, rest);
+    return team * quotient + teams_.count.divide(team * rest);
   }
 
   const Entry* entries_;
-  int batch_, num_heads_;
-  const FastDiv& grid_;
+  int batch_;
+  const Teams& teams_;
+  int team_;
+  uint32_t member_;
   bool deterministic_;
   int groups_;
   const Charge& charge_;

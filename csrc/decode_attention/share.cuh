@@ -58,11 +58,11 @@ class Divider {
   }
 
   __device__ __forceinline__ Line line(const Entry* entries) const {
-    return Line(entries, p_.sequences.batch, k_.heads.divisor, k_.grid, p_.deterministic, k_.multiple, k_.charge);
+    return Line(entries, p_.sequences.batch, k_.teams, blockIdx.x, p_.deterministic, k_.multiple, k_.charge);
   }
 
   __device__ __forceinline__ Share line_share(const Line& line) const {
-    const Bounds bounds = line.share_of(blockIdx.x);
+    const Bounds bounds = line.share();
     Share share;
     share.begin = bounds.begin;
     share.end = bounds.end;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -25,6 +26,7 @@ def divide(tmp_path_factory: pytest.TempPathFactory):
         *,
         grid: int = 128,
         heads: int = 8,
+        team: int | None = None,
         end: int = 0,
         least: int = 3,
         groups: int = 0,
@@ -32,9 +34,11 @@ def divide(tmp_path_factory: pytest.TempPathFactory):
     ) -> list[int]:
         """Blocks of each CTA; the program itself checks that nothing is lost or done twice.
 
-        ``groups``: of the ring, in deterministic mode; else 0.
+        ``team``: CTAs of one, by default as many as the launcher takes. ``groups``: of the ring,
+        in deterministic mode; else 0.
         """
-        bounds = run(grid, heads, end, least, groups, window, *lengths)
+        size = math.gcd(heads, grid) if team is None else team
+        bounds = run(grid, heads, size, end, least, groups, window, *lengths)
         return [end - begin for begin, end in bounds]
 
     return shares
@@ -47,10 +51,13 @@ def test_every_block_belongs_to_one_share(divide, groups: int) -> None:
     for batch in (1, 2, 15, 16, 17, 33, 64, 130, 257):
         low, high = draw.choice(kinds)
         lengths = [draw.randint(low, high) * draw.randint(0, 1) for _ in range(batch)]
+        heads = draw.choice((1, 3, 8, 12))
+        team = draw.choice([size for size in (1, 2, 3, 4, 8) if heads % size == 0])
         divide(
             lengths,
-            grid=draw.choice((1, 7, 60, 128)),
-            heads=draw.choice((1, 3, 8)),
+            grid=draw.choice((1, 5, 7, 16)) * team,
+            heads=heads,
+            team=team,
             end=draw.choice((0, 2)),
             least=draw.choice((0, 3, 7)),
             groups=groups,
@@ -63,6 +70,14 @@ def test_even_batches_get_even_shares(divide) -> None:
     assert set(divide([512] * 256, least=7)) == {128}
     assert set(divide([4096] * 32, end=2, least=0)) == {128}
     assert set(divide([16384] * 32)) == {512}
+
+
+@pytest.mark.parametrize("team", [1, 2, 4, 8])
+def test_members_of_a_team_have_equal_shares(divide, team: int) -> None:
+    shares = divide([32768] + [2048] * 31, team=team)
+    teams = [shares[first : first + team] for first in range(0, len(shares), team)]
+    assert all(len(set(members)) == 1 for members in teams)
+    assert max(shares) - min(shares) <= 1
 
 
 def test_short_heads_are_charged_as_more(divide) -> None:
