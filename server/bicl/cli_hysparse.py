@@ -84,6 +84,7 @@ def tune(
     pieces: Annotated[int, typer.Option(min=1, help="Pieces of text to read.")] = 4,
     context_tokens: Annotated[int, typer.Option(min=64, help="Prompt of a piece.")] = 4096,
     predicted_tokens: Annotated[int, typer.Option(min=1, help="Predicted after it.")] = 64,
+    page_size: Annotated[int, typer.Option(help="As --block-size: 64 or 32.")] = 64,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Search the largest sparsity that your texts and tasks allow. Interrupted, it goes on."""
@@ -113,6 +114,7 @@ def tune(
         context=context_tokens,
         predicted=predicted_tokens,
         device=device,
+        page_size=page_size,
     )
 
 

@@ -72,6 +72,7 @@ def tune(
     *,
     base: HySparseConfig,
     max_drop: float,
+    page_size: int = 64,
     engine: EngineConfig | None = None,
     console: Console | None = None,
 ) -> Result:
@@ -80,7 +81,8 @@ def tune(
     Args:
         base: everything that the grid does not vary.
         max_drop: most accuracy that may be lost, as a share (0.003).
-        engine: sizes; default: what the samples need.
+        page_size: tokens a page, 64 or 32.
+        engine: sizes, that of pages among them; default: what the samples need.
 
     Returns:
         The largest sparsity within ``max_drop``.
@@ -90,8 +92,8 @@ def tune(
     """
     console = console or Console()
     output.mkdir(parents=True, exist_ok=True)
-    store = _Store(output / RESULTS, _context(loaded, samples, base))
-    sizes = engine or _sizes(samples, loaded)
+    sizes = engine or _sizes(samples, loaded, page_size)
+    store = _Store(output / RESULTS, _context(loaded, samples, base, sizes.page_size))
     configs = list(grid.engines(base))
     with Progress(console=console) as progress:
         total = 1 + len(configs) * len(grid.ratios)
@@ -112,12 +114,14 @@ def tune(
     facts = {
         "model_sha": loaded.sha,
         "samples": samples.digest,
+        "page_size": sizes.page_size,
         "accuracy_drop": best.drop(dense),
         "max_drop": max_drop,
         "tiles_left_out_of_all_layers": best.skipped,
     }
     write_config_file(output / CONFIG_FILE, best.config, **facts)
-    console.print(f"serve with: --enable-hysparse --hysparse-config {output / CONFIG_FILE}")
+    flags = f"--enable-hysparse --hysparse-config {output / CONFIG_FILE}"
+    console.print(f"serve with: {flags} --block-size {sizes.page_size}")
     return best
 
 
@@ -157,6 +161,7 @@ def run_tune(
     context: int,
     predicted: int,
     device: str,
+    page_size: int = 64,
 ) -> Result:
     """Load a model and its samples, then :func:`tune`.
 
@@ -172,17 +177,17 @@ def run_tune(
     samples = read_samples(
         loaded, texts, tasks, pieces=pieces, context=context, predicted=predicted
     )
-    return tune(loaded, samples, grid, output, base=base, max_drop=max_drop)
+    return tune(loaded, samples, grid, output, base=base, max_drop=max_drop, page_size=page_size)
 
 
 # --- measuring ---------------------------------------------------------------------------------
-def _context(loaded: LoadedModel, samples: Samples, base: HySparseConfig) -> str:
-    """What results are of, beside the settings: model, samples, and what stands in the gate.
+def _context(loaded: LoadedModel, samples: Samples, base: HySparseConfig, page_size: int) -> str:
+    """What results are of, beside the settings: model, samples, pages, and what stands in the gate.
 
     Raises:
         ConfigError: the gate's file cannot be used.
     """
-    own = [loaded.sha, samples.digest]
+    own = [loaded.sha, samples.digest, f"pages of {page_size}"]
     if base.gate_path is not None:
         gate = load_gate(base.gate_path).state_dict()
         told = hashlib.sha256()
@@ -319,7 +324,7 @@ def _run(
     return answers
 
 
-def _sizes(samples: Samples, loaded: LoadedModel) -> EngineConfig:
+def _sizes(samples: Samples, loaded: LoadedModel, page_size: int) -> EngineConfig:
     """An engine for all samples at once, of what fits into its share of the memory."""
     longest = max(map(len, samples.texts))
     for task in samples.tasks:
@@ -332,5 +337,8 @@ def _sizes(samples: Samples, loaded: LoadedModel) -> EngineConfig:
         )
     count = len(samples.texts) + len(samples.tasks)
     return EngineConfig(
-        max_total_tokens=longest + 1, max_batch_size=min(count, 8), max_waiting=count
+        max_total_tokens=longest + 1,
+        max_batch_size=min(count, 8),
+        max_waiting=count,
+        page_size=page_size,
     )

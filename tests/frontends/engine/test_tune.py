@@ -152,6 +152,20 @@ def test_another_gate_is_measured_anew(tiny, tmp_path: Path) -> None:
     assert len((tmp_path / "tune.jsonl").read_text().splitlines()) == 4
 
 
+def test_pages_of_32_tokens_are_measured_anew_and_told(tiny, tmp_path: Path) -> None:
+    options = {"base": BASE, "max_drop": 10.0, "console": QUIET}
+    small = Grid(ratios=(0.6,), layers=("0-2/3",))
+    results = [
+        tune(tiny, SAMPLES, small, tmp_path, engine=replace(SIZES, page_size=size), **options)
+        for size in (64, 32, 32)
+    ]
+    assert results[0].perplexity != results[1].perplexity == results[2].perplexity
+    assert len((tmp_path / "tune.jsonl").read_text().splitlines()) == 4
+    assert json.loads((tmp_path / "hysparse.json").read_text())["page_size"] == 32
+    by_default = tune(tiny, SAMPLES, small, tmp_path, page_size=32, **options)
+    assert by_default.perplexity == pytest.approx(results[1].perplexity, rel=1e-3)
+
+
 def test_a_gate_beside_the_model_is_tried_as_serve_takes_it(tmp_path: Path, monkeypatch) -> None:
     gate = tmp_path / GATE_NAME
     gate.write_bytes(b"fitted")
