@@ -2,9 +2,9 @@
 
     python -m bench.hysparse.speed --out bench/results/hysparse-h200.json
 
-``layer``: 32 query and 8 KV heads, head_dim 128, bf16, pages of 64. Each number is one layer's
-part of a decode step, store included, in a replayed CUDA graph, KV and index cold, contestants in
-turns:
+``layer``: 32 query and 8 KV heads, head_dim 128, bf16, pages of ``--page-size`` tokens. Each number
+is one layer's part of a decode step, store included, in a replayed CUDA graph, KV and index cold,
+contestants in turns:
 
 * ``dense``      store, attention over all pages
 * ``sparse``     store and index, choice of tiles, attention over them
@@ -14,6 +14,8 @@ turns:
 
 ``served`` says what a server does with such a step: where less than ``min_skipped_mb`` of a layer
 would be left out, it runs dense.
+
+``pages``, where pages are not of 64: dense attention over them and over pages of 64, in turns.
 
 ``memory``: the same engine in compact mode: pages that a long prompt holds in the sparse layers
 after its prefill, in bytes, beside those of the full cache.
@@ -40,30 +42,30 @@ import torch
 
 from bench.kernels import machine
 from bench.kernels.arena import Arena, PagedBatch
-from bench.kernels.shapes import HEAD_DIM, MAIN_HEADS, kv_bytes
+from bench.kernels.shapes import HEAD_DIM, MAIN_HEADS, PREFILL_SHAPES, kv_bytes
 from bench.serving.random_model import random_llama
 from bench.targets import Verdict
 from bench.timing import compare
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.metadata import AttentionMetadata
-from bicl.cache.layout import PageLayout
+from bicl.cache.layout import PAGE_SIZES, PageLayout
 from bicl.frontends.http.engine import Engine
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.engine.runner import ModelRunner
 from bicl.frontends.http.loader import LoadedModel
 from bicl.frontends.http.request import GenerationParams, GenerationRequest
 from bicl.sparse.backend import SparseBackend
-from bicl.sparse.config import HySparseConfig
+from bicl.sparse.config import WINDOW_TOKENS, HySparseConfig
 from bicl.sparse.guard import GuardBounds
 from bicl.sparse.index import index_bytes, make_indexes
 from bicl.sparse.selection import least_skipped
 
-SECTIONS = ("layer", "step", "memory")
-PAGE = 64
+SECTIONS = ("layer", "pages", "step", "memory")
 SCALE = HEAD_DIM**-0.5
 CONTEXTS = (4096, 32768, 131072)
 BATCHES = (1, 8, 16)
 STEP_BATCH, STEP_CONTEXT = 8, 32768
+DENSE_DECODE = ((1, 4096), (8, 4096), (8, 32768), (32, 16384))
 COMPACT_RATIO, COMPACT_TOKENS = 0.71, 32000
 SOURCE_GB = 14.3
 """KV of the source's example, which it says shrinks to 4.1."""
@@ -75,14 +77,18 @@ GRAPH_US = 60_000.0
 INDEX = HySparseConfig.variant
 
 
+def page_layout(page: int) -> PageLayout:
+    return PageLayout(MAIN_HEADS.kv, HEAD_DIM, torch.bfloat16, page, tile=page)
+
+
 def layer_row(
-    arena: Arena, context: int, batch: int, config: HySparseConfig, rounds: int
+    arena: Arena, context: int, batch: int, config: HySparseConfig, rounds: int, page: int = 64
 ) -> dict[str, Any]:
     """One shape of the ``layer`` section."""
-    tokens = context - PAGE // 2  # one step in 64 completes a page; this is one of the others
+    tokens = context - page // 2  # one step in a page completes it; this is one of the others
     sequences = PagedBatch.decode(arena, MAIN_HEADS, (tokens,) * batch)
-    layout = PageLayout(MAIN_HEADS.kv, HEAD_DIM, torch.bfloat16, PAGE)
-    layer = arena.tiles(layout, sequences.num_pages(PAGE))
+    layout = page_layout(page)
+    layer = arena.tiles(layout, sequences.num_pages(page))
     dense = CudaBackend()
     # KV passes the cache by, so the index must be cold by itself, as behind a model's other layers.
     copies = -(-COLD_INDEX_BYTES // (layer.num_pages * index_bytes(layout, INDEX, layout.dtype)))
@@ -93,10 +99,10 @@ def layer_row(
     sparsity = torch.full((batch,), config.sparsity_ratio, device="cuda")
     for backend in backends:
         backend.index_pages(0, torch.arange(layer.num_pages, device="cuda"))
-        backend.plan(replace(sequences.metadata(PAGE)[0], sparsity=sparsity))
+        backend.plan(replace(sequences.metadata(page)[0], sparsity=sparsity))
     key, value = torch.randn(2, batch, MAIN_HEADS.kv, HEAD_DIM, device="cuda").bfloat16()
     out = torch.empty_like(sequences.query)
-    metas = [_storing(meta, sparsity) for meta in sequences.metadata(PAGE)]
+    metas = [_storing(meta, sparsity, page) for meta in sequences.metadata(page)]
     sparse = [(backend, meta) for backend in backends for meta in metas]
     chosen = [_selected(backends[0], sequences.query, meta) for meta in metas]
 
@@ -117,10 +123,10 @@ def layer_row(
     if comparison.errors:
         raise RuntimeError(f"batch {batch}, context {context}: {comparison.errors}")
     us = {name: sample.median for name, sample in comparison.samples.items()}
-    tiles = -(-tokens // PAGE)
+    tiles = -(-tokens // page)
     least = least_skipped(config, layout, arena.device)
-    kept = -(-int(chosen[0].cache_seqlens[0]) // PAGE)
-    read = kv_bytes((kept * PAGE,) * batch, MAIN_HEADS.kv)
+    kept = -(-int(chosen[0].cache_seqlens[0]) // page)
+    read = kv_bytes((kept * page,) * batch, MAIN_HEADS.kv)
     scored = batch * tiles * index_bytes(layout, INDEX, layout.dtype)
     return {
         "context": context,
@@ -149,19 +155,39 @@ def _selected(
     return backend.select(query, backend.indexes[0], meta, SCALE)
 
 
-def _storing(meta: AttentionMetadata, sparsity: torch.Tensor) -> AttentionMetadata:
+def _storing(meta: AttentionMetadata, sparsity: torch.Tensor, size: int) -> AttentionMetadata:
     """The step that stores each sequence's newest token."""
     last = meta.cache_seqlens.long() - 1
-    page = meta.page_table.gather(1, (last // PAGE)[:, None])[:, 0]
-    return replace(meta, slot_mapping=page * PAGE + last % PAGE, sparsity=sparsity)
+    page = meta.page_table.gather(1, (last // size)[:, None])[:, 0]
+    return replace(meta, slot_mapping=page * size + last % size, sparsity=sparsity)
 
 
-def step_section(loaded: LoadedModel, ratio: float, rounds: int) -> dict[str, Any]:
+def pages_section(page: int, rounds: int) -> list[dict[str, Any]]:
+    """Dense attention of a layer over pages of 64 tokens and of ``page``."""
+    arena, backend, rows = Arena(ARENA_BYTES), CudaBackend(), []
+    shapes = {n: PagedBatch.prefill(arena, MAIN_HEADS, s) for n, s in PREFILL_SHAPES.items()}
+    for batch, context in DENSE_DECODE:
+        lengths = (context,) * batch
+        shapes[f"decode {batch}x{context}"] = PagedBatch.decode(arena, MAIN_HEADS, lengths)
+    for name, sequences in shapes.items():
+        calls: dict[str, list[Callable[[], object]]] = {}
+        for size in (64, page):
+            layer = arena.tiles(page_layout(size), sequences.num_pages(size))
+            query, out = sequences.query, torch.empty_like(sequences.query)
+            run = partial(backend.run, query, layer, scale=SCALE, out=out)
+            calls[str(size)] = [partial(run, meta=meta) for meta in sequences.metadata(size)]
+        samples = compare(calls, rounds=rounds).samples
+        rows.append({"shape": name, "us": {size: each.median for size, each in samples.items()}})
+    return rows
+
+
+def step_section(loaded: LoadedModel, ratio: float, rounds: int, page: int = 64) -> dict[str, Any]:
     """A whole decode step of the embedded engine, dense and sparse."""
-    pages = STEP_CONTEXT // PAGE
+    pages = STEP_CONTEXT // page
     config = EngineConfig(
         max_total_tokens=STEP_CONTEXT,
         max_batch_size=STEP_BATCH,
+        page_size=page,
         hysparse=HySparseConfig(sparsity_ratio=ratio),
     )
     runner = ModelRunner(loaded, config, STEP_BATCH * pages)
@@ -176,14 +202,14 @@ def step_section(loaded: LoadedModel, ratio: float, rounds: int) -> dict[str, An
     runner.graphs.capture()
     table = np.random.default_rng(0).permutation(STEP_BATCH * pages).astype(np.int32)
     table = table.reshape(STEP_BATCH, pages)
-    tokens = STEP_CONTEXT - PAGE // 2
+    tokens = STEP_CONTEXT - page // 2
     last = tokens - 1
     step = (
         np.full(STEP_BATCH, 5),
         np.full(STEP_BATCH, last),
         table,
         np.full(STEP_BATCH, tokens, dtype=np.int32),
-        table[:, -1].astype(np.int64) * PAGE + last % PAGE,
+        table[:, -1].astype(np.int64) * page + last % page,
     )
     sparsity = np.full(STEP_BATCH, ratio, dtype=np.float32)
     calls: dict[str, Callable[[], object]] = {
@@ -204,7 +230,7 @@ def step_section(loaded: LoadedModel, ratio: float, rounds: int) -> dict[str, An
     }
 
 
-def memory_section(loaded: LoadedModel) -> dict[str, Any]:
+def memory_section(loaded: LoadedModel, page: int = 64) -> dict[str, Any]:
     """What a prompt holds in compact mode, by the pools' own books."""
     engine = Engine(
         loaded,
@@ -212,6 +238,7 @@ def memory_section(loaded: LoadedModel) -> dict[str, Any]:
             max_total_tokens=STEP_CONTEXT,
             max_batch_size=1,
             max_batch_prefill_tokens=8192,
+            page_size=page,
             prefix_caching=False,
             cuda_graphs=False,
             hysparse=HySparseConfig(sparsity_ratio=COMPACT_RATIO, mode="compact", text_kind="off"),
@@ -225,10 +252,10 @@ def memory_section(loaded: LoadedModel) -> dict[str, Any]:
     stats = engine.snapshot()
     layers = loaded.model.config.num_hidden_layers
     compact = len(HySparseConfig().sparse_layers(layers))
-    page = PageLayout(MAIN_HEADS.kv, HEAD_DIM, torch.bfloat16, PAGE).page_bytes
+    size = page_layout(page).page_bytes
     kept = stats.sparse.compact_pages["in_use"] if stats.sparse is not None else 0
-    whole = layers * stats.pages_in_use * page
-    held = ((layers - compact) * stats.pages_in_use + compact * kept) * page
+    whole = layers * stats.pages_in_use * size
+    held = ((layers - compact) * stats.pages_in_use + compact * kept) * size
     return {
         "ratio": COMPACT_RATIO,
         "tokens": COMPACT_TOKENS,
@@ -280,6 +307,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("bench/results/hysparse-h200.json"))
     parser.add_argument("--ratio", type=float, default=0.65)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=64)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--commit", help="of the sources, where there is no repository to ask")
     return parser.parse_args(arguments)
@@ -291,23 +319,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("this benchmark needs a CUDA device", file=sys.stderr)
         return 2
     meta = machine.describe({}, options.commit)
-    result: dict[str, Any] = {"meta": meta, "ratio": options.ratio}
+    page = options.page_size
+    result: dict[str, Any] = {"meta": meta, "ratio": options.ratio, "page_size": page}
     if "layer" in options.sections:
         result["layer"] = []
-        for row in layer_section(options.ratio, options.rounds):
+        for row in layer_section(options.ratio, options.rounds, page):
             result["layer"].append(row)
             print(_line(row), flush=True)
             _save(result, options.out)
         torch.cuda.empty_cache()
+    if "pages" in options.sections and page != 64:
+        result["pages"] = pages_section(page, options.rounds)
+        print(f"pages: {result['pages']}", flush=True)
+        _save(result, options.out)
+        torch.cuda.empty_cache()
     if {"step", "memory"} & set(options.sections):
         loaded = random_llama("8b", "cuda", torch.bfloat16)
     if "step" in options.sections:
-        result["step"] = step = step_section(loaded, options.ratio, options.rounds * 3)
+        result["step"] = step = step_section(loaded, options.ratio, options.rounds * 3, page)
         print(f"step: {step['us']}, {step['speedup']:.2f}x", flush=True)
         _save(result, options.out)
         torch.cuda.empty_cache()
     if "memory" in options.sections:
-        result["memory"] = memory = memory_section(loaded)
+        result["memory"] = memory = memory_section(loaded, page)
         print(f"memory: {memory}", flush=True)
     verdicts = targets(result)
     result["targets"] = [str(verdict) for verdict in verdicts]
@@ -317,15 +351,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def layer_section(ratio: float, rounds: int) -> Iterator[dict[str, Any]]:
+def layer_section(ratio: float, rounds: int, page: int) -> Iterator[dict[str, Any]]:
     """All shapes with the ratio alone in force, and those in which the default max_k decides."""
     arena = Arena(ARENA_BYTES)
-    whole = HySparseConfig(sparsity_ratio=ratio, max_k=CONTEXTS[-1] // PAGE)
+    whole = HySparseConfig(sparsity_ratio=ratio, max_k=CONTEXTS[-1] // WINDOW_TOKENS)
     capped = HySparseConfig(sparsity_ratio=ratio)
     shapes = [(context, batch, whole) for context in CONTEXTS for batch in BATCHES]
     shapes += [(CONTEXTS[-1], batch, capped) for batch in BATCHES]
     for context, batch, config in shapes:
-        yield layer_row(arena, context, batch, config, rounds)
+        yield layer_row(arena, context, batch, config, rounds, page)
 
 
 def _save(result: dict[str, Any], path: Path) -> None:
