@@ -64,26 +64,35 @@ def run(step: Step, workspace: Workspace, **options: object) -> tuple[torch.Tens
     """Without a plan, then with one, which must give the same bits. Outputs are poisoned
     beforehand, counters checked afterwards."""
     out, lse = run_once(step, workspace, None, **options)
-    planned, planned_lse = run_once(step, workspace, plan_of(step, **options), **options)
-    assert torch.equal(planned, out)
-    assert torch.equal(planned_lse, lse)
+    plan = plan_of(step, **options)
+    if plan is not None:
+        planned, planned_lse = run_once(step, workspace, plan, **options)
+        assert torch.equal(planned, out)
+        assert torch.equal(planned_lse, lse)
     return out, lse
 
 
-def plan_of(step: Step, **options: object) -> torch.Tensor:
+def plan_of(step: Step, **options: object) -> torch.Tensor | None:
+    """None where forced clusters are more CTAs than a plan has room for: those that are not forced
+    fit the card at once."""
     shared = ("window_left", "deterministic", "force_sm80", "force_cluster", "force_grid")
     meta = step.meta
     plan = torch.full(
         (plan_bytes(meta.batch_size),), 0xFF, dtype=torch.uint8, device=step.query.device
     )
-    plan_decode(
-        plan,
-        step.layer,
-        meta.page_table,
-        meta.cache_seqlens,
-        num_q_heads=step.query.shape[1],
-        **{k: options[k] for k in shared if k in options},
-    )  # type: ignore[arg-type]
+    try:
+        plan_decode(
+            plan,
+            step.layer,
+            meta.page_table,
+            meta.cache_seqlens,
+            num_q_heads=step.query.shape[1],
+            **{k: options[k] for k in shared if k in options},
+        )  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if options.get("force_cluster") == 8 and "the plan of this decode step" in str(error):
+            return None
+        raise
     return plan
 
 
