@@ -21,6 +21,7 @@ KERNELS = Path("bench/results/kernels-h200.json")
 HOST_CACHE_STEPS = Path("bench/results/tgi-host-cache-h200.json")
 HOST_STEPS = Path("bench/results/tgi-host-cpu.json")
 SOAKS = (Path("bench/results/tgi-soak-h200.json"), Path("bench/results/tgi-soak-h200-x2.json"))
+LOGITS = Path("bench/results/tgi-logits-h200.json")
 LAYERS, HEADS = 32, "32/8"  # of the model whose steps are timed
 OURS, HALF, STOCK, CORES = "bicl", "bicl-fp8", "flashinfer-p1", "flashinfer-p1-tc"
 TOKEN_MAJOR, CHECKED, HOST_CACHE = "token-major", "bicl-checked", "bicl-host-cache"
@@ -204,6 +205,21 @@ def _soak_column(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def logits_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Of each way to compute a prompt, how far log-probabilities are from float32's."""
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        line = cells.setdefault(row["prompt"], [])
+        line.append(f"{row['mean']:.3f}, {row['worst']:.2f}")
+        if row["impl"] == row["answers_of"]:
+            line.append(f"{row['likeliest']} of {row['steps']}")
+    head = "| prompts | BICL | its token is float32's | transformers, bf16 "
+    head += "| TGI's default | its token is float32's | transformers, bf16 |"
+    lines = [head, "|---|" + "---:|" * 6]
+    lines += [f"| {how} | " + " | ".join(line) + " |" for how, line in cells.items()]
+    return "\n".join(lines)
+
+
 def soak_rows(*paths: Path) -> list[Mapping[str, Any]]:
     """Of the result files, without drafts first."""
     return sorted(rows_of(*paths), key=lambda row: (row["tensor_parallel"], row["speculate"]))
@@ -237,7 +253,8 @@ def main() -> int:
     soak = soak_table(soak_rows(*SOAKS))
     beside = host_cache_table(rows_of(HOST_CACHE_STEPS))
     host = host_steps_table(load(HOST_STEPS))
-    print(step_table(steps), parts_table(steps), split, host, beside, soak, sep="\n\n")
+    logits = logits_table(rows_of(LOGITS))
+    print(step_table(steps), parts_table(steps), split, host, beside, logits, soak, sep="\n\n")
     missed = 0
     print()
     for what, value, least in verdicts({shape: {} for shape in PROMISED} | dict(steps)):

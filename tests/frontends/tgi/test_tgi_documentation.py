@@ -15,11 +15,13 @@ from bench.tgi.summary import (
     HOST_CACHE_STEPS,
     HOST_STEPS,
     KERNELS,
+    LOGITS,
     SOAKS,
     attention_rows,
     host_cache_table,
     host_steps_table,
     load,
+    logits_table,
     misses_table,
     parts_table,
     rows_of,
@@ -81,7 +83,8 @@ def test_tables_are_those_of_the_result_files() -> None:
     beside = host_cache_table(rows_of(ROOT / HOST_CACHE_STEPS))
     soak = soak_table(soak_rows(*(ROOT / path for path in SOAKS)))
     host = host_steps_table(load(ROOT / HOST_STEPS))
-    for table in (step_table(steps), parts_table(steps), split, misses, host, beside, soak):
+    logits = logits_table(rows_of(ROOT / LOGITS))
+    for table in (step_table(steps), parts_table(steps), split, misses, host, beside, logits, soak):
         assert table in PAGE
 
 
