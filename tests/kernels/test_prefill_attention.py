@@ -267,6 +267,23 @@ def test_query_and_out_may_be_slices() -> None:
     assert room[:, 12:].isnan().all()
 
 
+@pytest.mark.parametrize("first", [0, 5000])
+@pytest.mark.parametrize("lengths", ["long, short and empty", "short on a long prefix"])
+def test_page_tables_may_be_slices(lengths: str, first: int) -> None:
+    """A CTA asks for the whole table ahead: entries that are nobody's, and what lies behind the
+    last row, do no harm."""
+    layout = layout_of(2, 128, torch.bfloat16)
+    step = packed_step(LENGTHS[lengths], layout, group=4, dtype=torch.bfloat16)
+    expected, _ = run(step, scale=0.1)
+    table = step.meta.page_table
+    columns = table.shape[1]
+    wide = torch.full((table.shape[0], 9000), -(1 << 31), dtype=torch.int32, device=DEVICE)
+    wide[:, first : first + columns] = table
+    sliced = replace(step.meta, page_table=wide[:, first : first + columns])
+    out, _ = run(replace(step, meta=sliced), scale=0.1)
+    assert torch.equal(out, expected)
+
+
 def test_rows_past_the_last_sequence_are_left_alone() -> None:
     layout = layout_of(2, 128, torch.float16)
     step = packed_step(((70, 90),), layout, group=4, dtype=torch.float16)

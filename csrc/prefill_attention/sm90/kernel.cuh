@@ -44,6 +44,10 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pr
     }
     ptx::fence_barrier_init();
   }
+  constexpr bool kAsks = !kLocal && !kCap;  // in some of the others, ptxas then serialises products
+  constexpr int kFirstQueryThread = 128 - kQueryThreads;
+  if (kAsks && threadIdx.x >= kFirstQueryThread && threadIdx.x < 128)
+    ask_for_page_table(p, threadIdx.x - kFirstQueryThread);
   __syncthreads();
   ptx::grid_dependency_wait();
 
@@ -53,6 +57,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pr
     if (threadIdx.x < 32) {
       KeyLoader<KV, D>{p, control, base, static_cast<int>(threadIdx.x), 0, 0, 0}.run();
     } else {
+      if constexpr (kAsks) ask_for_query(p, threadIdx.x - kFirstQueryThread);
       load_queries<E, KV, D>(p, control, base);
     }
   } else {

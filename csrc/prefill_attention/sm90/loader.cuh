@@ -177,6 +177,38 @@ struct KeyLoader {
   }
 };
 
+// --- asked for early -------------------------------------------------------------------------------------
+// The rows of a CTA's first Q come to L2 as soon as its start is read: behind the first K and V they come late, and the
+// first products wait for them. A word of each row is read, for nobody, and 256 bytes come with it; prefetches by the
+// bulk copies' engine held these warps up for 3,500 cycles.
+__device__ __forceinline__ void ask_for_query(const PrefillParams& p, int thread) {
+  const PrefillStart& start = p.plan.starts[blockIdx.x];
+  const int row = start.tile.row, first = start.tile.query_start, count = start.tile.query_len, head = start.head;
+  if (static_cast<int>(blockIdx.x) >= p.plan.header->work_tickets) return;
+#pragma unroll 1
+  for (int i = thread; i < kPrefillRows; i += kQueryThreads) {
+    const RowPlace place = row_place(p, row + i);
+    if (place.token >= count) return;
+    const int64_t at = (first + place.token) * p.query_token_stride +
+                       (head * static_cast<int64_t>(p.group.divisor) + place.head) * p.query_head_stride;
+    uint32_t word;
+    asm volatile("ld.global.L2::256B.b32 %0, [%1];"
+                 : "=r"(word)
+                 : "l"(static_cast<const char*>(p.query) + at * 2)
+                 : "memory");
+  }
+}
+
+// The page table, each line by one CTA, while a CTA still learns what to do. L2 is where kernels meet, so a line that
+// the kernel before has yet to write is not stale.
+__device__ __forceinline__ void ask_for_page_table(const PrefillParams& p, int thread) {
+  // No further than to the first entry of the last row: what lies behind may be nobody's.
+  const int64_t last = p.sequences.page_table_stride * (p.sequences.batch - 1) * static_cast<int64_t>(sizeof(int32_t));
+  const int64_t first = (static_cast<int64_t>(thread) * gridDim.x + blockIdx.x) * 128;
+  if (first <= last)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(p.sequences.page_table) + first));
+}
+
 // --- warps 1 to 3: Q -------------------------------------------------------------------------------------
 // A CTA's first products wait for this, so a chunk takes few instructions: each lane finds one row in 32, and those that
 // copy a row's chunks ask the lane that found it.
