@@ -81,8 +81,8 @@ class DecodeCta : Merger<T> {
       if (share.begin < share.end) copy_query(share.first.sequence, heads_of(share.first.head), 0);
       ptx::cp_async_commit();
     }
-    if (!planned && T::Loader::kClusters) share.cluster = divider.cluster_share(share, length);
-    const bool cluster = T::Loader::kClusters && share.cluster;
+    if (!planned && T::Loader::kClusters) divider.cluster_share(share, length);
+    const bool cluster = T::Loader::kClusters && share.cluster();
     if (cluster && share.first.sequence == Share::kNone) return;
     if (cluster) start_cluster();
     if (producer && !cluster && !planned) divider.build_entries(entries());
@@ -95,7 +95,7 @@ class DecodeCta : Merger<T> {
     const Line line = divider.line(entries());
     if (!cluster && !planned) share = divider.line_share(line);
     if (producer) {
-      int sequence = share.first.sequence;
+      int sequence = share.hint();
       if (!planned) block = divider.block_of_lane(line, share, share.begin, sequence);
       produce(divider, line, share, block, sequence, started);
       if (cluster) wait_peers_started();
@@ -203,7 +203,9 @@ class DecodeCta : Merger<T> {
     WarpState<T> state;
     Query<T> query;
     Place place = share.first;
-    UpcomingQuery upcoming{place.sequence * static_cast<int>(k_.heads.divisor) + place.head, share.begin - place.block};
+    int split = max(share.split, 0);  // blocks of a head that goes first
+    UpcomingQuery upcoming{place.sequence * static_cast<int>(k_.heads.divisor) + place.head,
+                           split > 0 ? UpcomingQuery::kSplit : share.begin - place.block};
     if (early) move_on(upcoming, line, share);  // the first is on its way
 #pragma unroll 1
     for (int i = early; i < T::kQuerySlots; ++i) copy_next_query(upcoming, line, share, i);
@@ -213,7 +215,7 @@ class DecodeCta : Merger<T> {
 #pragma unroll 1
     for (int x = share.begin; x < share.end;) {
       // A segment: consecutive blocks of one (sequence, head).
-      const int count = min(place.num_blocks - place.block, share.end - x);
+      const int count = min(place.num_blocks - place.block, split > 0 ? split : share.end - x);
       const int step = p_.deterministic ? unit_blocks(place.num_blocks, T::kGroups) : count;
       query.set(query_slot(slot), lane_);
 #pragma unroll 1
@@ -239,7 +241,8 @@ class DecodeCta : Merger<T> {
         if (const int parts = arrive(line, place, count, slots)) combine_line(place, heads_of(place.head), parts);
       }
       x += count;
-      if (x < share.end) place = line.after(place);
+      if (x < share.end) place = split > 0 ? line.place(share.begin, 0) : line.after(place);
+      split = 0;
     }
   }
 

@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(32) plan_kernel(const __grid_constant__ Kernel
     __syncwarp();
   }
   const Line line = divider.line(entries);
-  if (!share.cluster) share = divider.line_share(line);
-  int sequence = share.first.sequence;
+  if (!share.cluster()) share = divider.line_share(line);
+  int sequence = share.hint();
   plan.block_of_lane() = divider.block_of_lane(line, share, share.begin, sequence);
   if (threadIdx.x == 0) plan.share() = share;
   if (blockIdx.x != 0) return;
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(32) plan_kernel(const __grid_constant__ Kernel
   const int words = (k.p.sequences.batch + 1) * static_cast<int>(sizeof(Entry) / sizeof(int));
   for (int i = threadIdx.x; i < (words + 3) / 4 * 4; i += 32)
     reinterpret_cast<int*>(plan.entries())[i] =
-        i < words && !share.cluster ? reinterpret_cast<const int*>(entries)[i] : 0;
+        i < words && !share.cluster() ? reinterpret_cast<const int*>(entries)[i] : 0;
 #endif
 }
 

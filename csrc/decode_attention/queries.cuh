@@ -18,6 +18,8 @@ class Queries : protected Cta<T> {
 
   // The next head whose query is to be copied.
   struct UpcomingQuery {
+    static constexpr int kSplit = -(1 << 30);  // the position of a head that goes first
+
     int pair;  // sequence * heads + head: one register
     int x;     // its first position
   };
@@ -58,9 +60,15 @@ class Queries : protected Cta<T> {
   }
 
   __device__ __forceinline__ void move_on(UpcomingQuery& next, const Line& line, const Share& share) const {
+    if (next.x == UpcomingQuery::kSplit) {
+      const Place place = line.place(share.begin, 0);
+      next = {place.sequence * static_cast<int>(k_.heads.divisor) + place.head,
+              share.begin + share.split - place.block};
+      return;
+    }
     uint32_t pair_head;
     int sequence = k_.heads.divide(next.pair, pair_head), head = pair_head;
-    next.x = share.cluster ? share.end : next.x + line.blocks(sequence);
+    next.x = share.cluster() ? share.end : next.x + line.blocks(sequence);
     if (next.x >= share.end) return;
     line.advance(sequence, head);
     next.pair = sequence * k_.heads.divisor + head;

@@ -128,9 +128,10 @@ struct Heads {
   int active;       // how many
 };
 
-// A CTA's positions in the line, and a sequence not behind the first.
+// A CTA's positions in the line, a sequence not behind the first, and how many blocks at the end are of a head that
+// another CTA ends.
 struct Bounds {
-  int begin, end, sequence;
+  int begin, end, sequence, split;
 };
 
 // As CTA `cta` sees it.
@@ -176,9 +177,10 @@ class Line {
 
   // The CTA's share. By a whole warp, of which each half looks for one end.
   __device__ __forceinline__ Bounds share() const {
-    int sequence = 0;
-    const int end = begin(team_ + static_cast<int>(threadIdx.x % 32 / 16), sequence);
-    return {__shfl_sync(~0u, end, 0), __shfl_sync(~0u, end, 16), __shfl_sync(~0u, sequence, 0)};
+    int sequence = 0, split = 0;
+    const int end = begin(team_ + static_cast<int>(threadIdx.x % 32 / 16), sequence, split);
+    return {__shfl_sync(~0u, end, 0), __shfl_sync(~0u, end, 16), __shfl_sync(~0u, sequence, 0),
+            __shfl_sync(~0u, split, 16)};
   }
 
   // The CTA that computes block `block` of a place's head (deterministic: a block that begins a unit).
@@ -210,8 +212,9 @@ class Line {
     return low;
   }
 
-  // Where a team's share begins, and a sequence not behind it. By half a warp, beside the other half.
-  __device__ __forceinline__ int begin(int team, int& sequence) const {
+  // Where a team's share begins, a sequence not behind it, and how many blocks of the head there lie before it. By half
+  // a warp, beside the other half.
+  __device__ __forceinline__ int begin(int team, int& sequence, int& split) const {
     const int charge = even_share(team);
     sequence = find_charge(charge);
     if (charge >= total_) return entries_[batch_].before * teams_.heads;
@@ -225,6 +228,7 @@ class Line {
       const int unit = unit_blocks(blocks, groups_);
       block = (block + unit - 1) / unit * unit;
     }
+    split = block < blocks ? block : 0;
     return entry.before * teams_.heads + head * blocks + min(block, blocks);
   }
 

@@ -7,13 +7,21 @@
 
 namespace bicl::decode {
 
-// Blocks [begin, end): blocks of `first`'s head in a cluster, else positions in the line.
+// Blocks [begin, end): blocks of `first`'s head in a cluster, else positions in the line. There, a head that another CTA
+// ends goes first, so that its results meet while copies are under way.
 struct alignas(16) Share {
   static constexpr int kNone = -1;  // first.sequence of a cluster without work
+  static constexpr int kCluster = -1;
 
   int begin = 0, end = 0;
-  Place first = {kNone, 0, 0, 0, 0};  // of block `begin`; undefined in the line where there is none
-  int cluster = 0;
+  Place first = {kNone, 0, 0, 0, 0};  // of the first block; undefined in the line where there is none
+  int split = 0;                      // how many of the last blocks go first, or kCluster
+
+  __device__ __forceinline__ bool cluster() const { return split == kCluster; }
+  // A sequence not behind any of its blocks.
+  __device__ __forceinline__ int hint() const { return split > 0 ? 0 : first.sequence; }
+  // The position of the block that is the x-th of the line but for that order.
+  __device__ __forceinline__ int position(int x) const { return x < begin + split ? x + end - begin - split : x - split; }
 };
 static_assert(sizeof(Share) == 32);  // two loads
 
@@ -38,7 +46,7 @@ class Divider {
     if (batch > 1 && 4 * longest * batch > 5 * __reduce_add_sync(~0u, blocks)) return false;
     if (p_.deterministic && num_units(longest, k_.multiple) > k_.max_units) return false;  // parts need room
     share = {};
-    share.cluster = 1;
+    share.split = Share::kCluster;
     uint32_t head;
     const int sequence = k_.heads.divide(blockIdx.x >> k_.cluster_log2, head);
     if (sequence >= batch) return true;  // there are enough clusters for stream-K, which some lengths need
@@ -66,19 +74,21 @@ class Divider {
     Share share;
     share.begin = bounds.begin;
     share.end = bounds.end;
-    if (share.begin < share.end) share.first = line.place(share.begin, bounds.sequence);
+    if (bounds.split < share.end - share.begin) share.split = bounds.split;
+    if (share.begin < share.end) share.first = line.place(share.position(share.begin), bounds.sequence);
     return share;
   }
 
-  // This lane's block of the 32 from x on. `sequence`: not behind it; then the block's own.
+  // This lane's block of the 32 from x on. `sequence`: not behind it; then the block's own, but for a head that goes
+  // first.
   __device__ __forceinline__ BlockSource block_of_lane(const Line& line, const Share& share, int x,
                                                        int& sequence) const {
     x += lane_;
     if (x >= share.end) return {};
     Place place = share.first;
-    if (share.cluster) place.block = x;
-    else place = line.place(x, sequence);
-    sequence = place.sequence;
+    if (share.cluster()) place.block = x;
+    else place = line.place(share.position(x), sequence);
+    if (x >= share.begin + share.split) sequence = place.sequence;
     return resolve(place);
   }
 

@@ -42,16 +42,21 @@ void check_blocks(const std::vector<int32_t>& lengths, int heads, const Teams& t
       const Line line = divider.line(entries.data());
       const Share share = divider.line_share(line);
       if (share.begin == share.end) continue;
-      const Place first = line.place(share.begin, 0);
+      const Place first = line.place(share.position(share.begin), 0);
       REQUIRE(share.first.sequence == first.sequence && share.first.head == first.head);
       REQUIRE(share.first.block == first.block && share.first.num_blocks == first.num_blocks);
-      int sequence = share.first.sequence;
+      // A head that begins in a share with others and ends in another's goes first.
+      const Place last = line.place(share.end - 1, 0);
+      const int begun = last.block + 1;
+      const bool split = begun < last.num_blocks && begun < share.end - share.begin;
+      REQUIRE(share.split == (split ? begun : 0));
+      int sequence = share.hint();
       for (int x = share.begin; x < share.end; x += 32) {
         __syncwarp();
         blocks[lane] = divider.block_of_lane(line, share, x, sequence);
         __syncwarp();
         for (int j = 0; j < 32 && x + j < share.end; ++j) {
-          const Place place = line.place(x + j, 0);
+          const Place place = line.place(share.position(x + j), 0);
           const Span span = visible_span(place.length, window, 1);
           const int key = (span.first_block + place.block) * 64, left = place.length - key;
           REQUIRE(blocks[j].rows == std::clamp(left, 0, 64) && blocks[j].head == place.head);
