@@ -7,8 +7,8 @@
 
 namespace bicl::decode {
 
-// Blocks [begin, end): blocks of `first`'s head in a cluster, else positions in the line. There, a head that another CTA
-// ends goes first, so that its results meet while copies are under way.
+// Blocks [begin, end): blocks of `first`'s head in a cluster, else positions in the line. There, a head that another
+// CTA ends goes first, so that its results meet while copies are under way.
 struct alignas(16) Share {
   static constexpr int kNone = -1;  // first.sequence of a cluster without work
   static constexpr int kCluster = -1;
@@ -21,7 +21,9 @@ struct alignas(16) Share {
   // A sequence not behind any of its blocks.
   __device__ __forceinline__ int hint() const { return split > 0 ? 0 : first.sequence; }
   // The position of the block that is the x-th of the line but for that order.
-  __device__ __forceinline__ int position(int x) const { return x < begin + split ? x + end - begin - split : x - split; }
+  __device__ __forceinline__ int position(int x) const {
+    return x < begin + split ? x + end - begin - split : x - split;
+  }
 };
 static_assert(sizeof(Share) == 32);  // two loads
 
