@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT = Path("bench/results/tgi-h200.json")
-BEFORE = (
-    Path("bench/results/tgi-before-h200.json"),
-    Path("bench/results/tgi-earlier-h200.json"),
-)
+RUNS_BEFORE = ("81087b4", "1cdf4e3", "31d09bb")  # their commits, the latest first
+BEFORE = tuple(Path(f"bench/results/tgi-{commit}-h200.json") for commit in RUNS_BEFORE)
 KERNELS = Path("bench/results/kernels-h200.json")
 HOST_CACHE_STEPS = Path("bench/results/tgi-host-cache-h200.json")
 HOST_STEPS = Path("bench/results/tgi-host-cpu.json")
@@ -238,7 +236,8 @@ def misses_table(*runs: Steps) -> str:
     """Each target that any of the runs missed, in all of them; the first is the one published."""
     found = [{what: (value, least) for what, value, least in verdicts(steps)} for steps in runs]
     missed = [w for w in found[0] if any((run[w][0] or 0) < run[w][1] for run in found)]
-    lines = ["| target | this run | the run before | an earlier run | aim |"]
+    names = " | ".join(("this run", *RUNS_BEFORE)[: len(runs)])
+    lines = [f"| target | {names} | aim |"]
     lines.append("|---|" + "---:|" * (len(runs) + 1))
     for what in missed:
         values = " | ".join(f"{run[what][0] or 0:.3f}x" for run in found)
