@@ -83,7 +83,8 @@ def _rows(
 
 
 def _row(result: Result) -> Row:
-    short = {"seconds": round(result.seconds, 2), "problem": result.problem[-400:]}
+    problem = result.problem.replace(f"{ROOT}/", "")[-400:]
+    short = {"seconds": round(result.seconds, 2), "problem": problem}
     return {"op": "check", **asdict(result), **short}
 
 

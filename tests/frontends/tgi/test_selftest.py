@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from bicl.frontends.tgi.selftest.cases import CASES, CHUNKING
-from bicl.frontends.tgi.selftest.matrix import FEATURES, ON_CARD, matrix
+from bicl.frontends.tgi.selftest.matrix import FEATURES, ON_CARD, matrix, rows_of
 from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
 
 COLUMNS = [*FEATURES, ON_CARD]
@@ -68,6 +68,14 @@ def test_page_is_that_of_the_result_files() -> None:
     """``bicl.frontends.tgi.selftest.matrix bench/results/tgi-checks-*.json`` writes it."""
     on_cpu, *on_cards = sorted(RESULTS.glob("tgi-checks-*.json"))
     assert on_cpu.name == "tgi-checks-cpu.json"
-    rows = [row for path in on_cards for row in json.loads(path.read_text())["rows"]]
     page = (ROOT / "docs" / "support-matrix.md").read_text()
-    assert page == matrix(json.loads(on_cpu.read_text())["rows"], rows)
+    assert page == matrix(rows_of([on_cpu]), rows_of(on_cards))
+
+
+def test_a_later_file_wins(tmp_path: Path) -> None:
+    """A scenario that did not start, and ran afterwards."""
+    for name, hour, problem in (("a-rest.json", 13, ""), ("a.json", 12, "missing")):
+        row = {"scenario": "llama", "case": "start_and_warm_up", "problem": problem}
+        file = {"meta": {"date": f"2026-11-30T{hour}:00:00+00:00"}, "rows": [row]}
+        (tmp_path / name).write_text(json.dumps(file))
+    assert [row["problem"] for row in rows_of(sorted(tmp_path.iterdir()))][-1] == ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bicl.frontends.tgi.selftest.scenarios import SCENARIOS
 
-__all__ = ["FEATURES", "matrix"]
+__all__ = ["FEATURES", "matrix", "rows_of"]
 
 FEATURES: Mapping[str, tuple[str, ...]] = {
     "load, warm-up": (
@@ -99,6 +99,12 @@ def matrix(on_cpu: Rows, on_card: Rows = ()) -> str:
     return HEAD + "\n" + "\n".join(rows) + "\n"
 
 
+def rows_of(paths: Iterable[Path]) -> list[Mapping[str, str]]:
+    """The rows of result files in the order in which they ran."""
+    files = [json.loads(path.read_text()) for path in paths]
+    return [row for each in sorted(files, key=lambda f: f["meta"]["date"]) for row in each["rows"]]
+
+
 def _part(outcomes: list[str | None]) -> str:
     """As below, but tells how many held where not all ran."""
     ran = len(outcomes) - outcomes.count(None)
@@ -117,5 +123,5 @@ def _mark(outcomes: list[str | None]) -> str:
 
 
 if __name__ == "__main__":
-    first, *others = (json.loads(Path(name).read_text())["rows"] for name in sys.argv[1:])
-    sys.stdout.write(matrix(first, [row for rows in others for row in rows]))
+    first, *others = map(Path, sys.argv[1:])
+    sys.stdout.write(matrix(rows_of([first]), rows_of(others)))
