@@ -73,6 +73,16 @@ def test_the_kernels_page_has_the_files_decode_times() -> None:
         assert told == [f"{x:.{n}f}" for x, n in zip(expected, digits, strict=True)], name
 
 
+def test_the_kernels_page_has_the_files_graphs_captured_at_other_lengths() -> None:
+    ratios = []
+    for shape in DECODE_SHAPES:
+        other, own = (
+            find(ROWS, "decode", "32/8", shape, impl) for impl in ("bicl-other-lengths", "bicl")
+        )
+        ratios.append(other / own)
+    assert f"takes {min(ratios):.3f} to {max(ratios):.3f} of the time" in KERNELS_PAGE
+
+
 def test_the_kernels_page_has_the_files_prefill_times() -> None:
     for name, *told in cells_below(KERNELS_PAGE, "| new + cached tokens | BICL | FA3, 128"):
         shape = CHUNKS.get(name, name.replace(" ", ""))
