@@ -1,13 +1,15 @@
 """Rows of a later run beside those of an earlier one that it need not measure again.
 
     python -m bench.hysparse.join EARLIER.jsonl [--later LATER.jsonl] [--rename OLD=NEW ...]
-        --output FILE.json
+        [--add RUN.jsonl ...] --output FILE.json
 
 Presses and the choice by true attention do not change with our index. With ``--later`` the rows of
 our own variant, which do, are taken from a later run of the same contexts, and only from there; in
 every context both runs must have found the same for dense decoding, to the last digit, or nothing
-is written. ``--rename`` gives variants of an earlier run the names that they have now. What was
-joined and renamed is told in the result's ``meta``.
+is written. ``--add`` takes configurations that the others have not from further runs, at the
+lengths at which these have all contexts; what both have must be the same. ``--rename`` gives
+variants of an earlier run the names that they have now. What was joined, added and renamed is told
+in the result's ``meta``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 from bench.hysparse.report import read_items, read_metas, write_report
 from bicl.sparse.config import HySparseConfig
 
-__all__ = ["join", "main", "rename"]
+__all__ = ["add", "join", "main", "rename"]
 
 Items = Sequence[dict[str, Any]]
 
@@ -54,6 +56,36 @@ def join(earlier: Items, later: Items) -> list[dict[str, Any]]:
             records.append(record | {"results": kept[:1] + ours + kept[1:]})
         joined.append(item | {"records": records})
     return joined
+
+
+def add(items: Items, others: Items) -> list[dict[str, Any]]:
+    """``items`` with the configurations that only ``others`` have, at each length at which these
+    have them of all contexts.
+
+    Raises:
+        ValueError: what both have of a context differs.
+    """
+    found: dict[tuple[Any, ...], dict[tuple[str, float], Any]] = {}
+    for record in (record for item in others for record in item["records"]):
+        own = found.setdefault(_context(record), {})
+        own |= {(row[0], row[1]): row for row in record["results"]}
+    whole: dict[tuple[str, int], set[tuple[str, float]]] = {}
+    for record in (record for item in items for record in item["records"]):
+        here = found.get(_context(record), {})
+        for row in record["results"]:
+            other = here.get((row[0], row[1]), row)
+            if other[3] != row[3]:
+                raise ValueError(f"{row[0]} differs in {_context(record)}: {row[3]}, {other[3]}")
+        length = (record["measure"], record["tokens"])
+        whole[length] = whole.get(length, set(here)) & set(here)
+
+    def added(record: dict[str, Any]) -> dict[str, Any]:
+        has = {(row[0], row[1]) for row in record["results"]}
+        names = whole[record["measure"], record["tokens"]] - has
+        here = found.get(_context(record), {})
+        return record | {"results": record["results"] + [here[name] for name in sorted(names)]}
+
+    return [item | {"records": [added(record) for record in item["records"]]} for item in items]
 
 
 def rename(items: Items, names: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -95,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("earlier", type=Path)
     parser.add_argument("--later", type=Path)
+    parser.add_argument("--add", type=Path, nargs="+", default=[])
     parser.add_argument("--rename", nargs="+", default=[], metavar="OLD=NEW")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(argv)
@@ -111,6 +144,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         ours = [name for name in later["configurations"] if _own(name)]
         meta["configurations"] = [dense, *ours, *others]
         meta["joined"] = {key: later[key] for key in _TOLD} | {"configurations": ours}
+    if options.add:
+        items = add(items, [item for path in options.add for item in read_items([path])])
+        names = {
+            f"{row[0]} {row[1]}" for item in items for x in item["records"] for row in x["results"]
+        }
+        meta["configurations"] += sorted(names - set(meta["configurations"]))
+        meta["added"] = [{key: _facts(path)[key] for key in _TOLD} for path in options.add]
     lines = [json.dumps(line, separators=(",", ":")) for line in ({"meta": meta}, *items)]
     path = options.output.with_suffix(".jsonl")
     path.write_text("\n".join(lines) + "\n")

@@ -23,6 +23,7 @@ STYLES = {
     "centroids served": ("#0b6e4f", "--", "as served: floor, kinds of text"),
     "centroids fitted": ("#6cc3a0", "-", "fitted"),
     "centroids served fitted": ("#6cc3a0", "--", "fitted, as served"),
+    "centroids served pages-32": ("#1f3d7a", "--", "as served, pages of 32"),
     "bounds": ("#e377c2", "-", "weighted boxes a page"),
     "quest": ("#5b8bd0", "-", "min/max a page (Quest)"),
     "literal": ("#c9822b", "-", "literal: softmax in windows, tokens"),
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     results = Path("bench/results")
     parser.add_argument("--bars", type=Path, default=results / "hysparse-quality.json")
-    parser.add_argument("--lines", type=Path, default=results / "hysparse-quality-ratios.json")
+    parser.add_argument("--lines", type=Path, default=results / "hysparse-quality-presses.json")
     parser.add_argument("--output", type=Path, default=Path("docs/hysparse-quality.png"))
     options = parser.parse_args(argv)
     bars, lines = (json.loads(path.read_text()) for path in (options.bars, options.lines))
@@ -83,7 +84,7 @@ def _draw(bars: Rows, lines: Rows, meta: Mapping[str, Any], target: Path) -> Non
     axes[0][0].set_yscale("symlog", linthresh=1.0)
     axes[1][0].set_xscale("symlog", linthresh=1.0)
     axes[0][1].legend(frameon=False, fontsize=8)
-    axes[0][0].set_title("index without spreads (an earlier study)", fontsize=9)
+    axes[0][0].set_title("all ratios: fewer inputs than below", fontsize=9)
     figure.suptitle(_title(bars, meta), fontsize=10)
     figure.savefig(target, dpi=130)
     plt.close(figure)

@@ -36,6 +36,18 @@ TITLES = {
 """Of the configurations that a server can run, of other indexes, and of the best choice of pages
 there is."""
 
+CHOICES = {
+    "literal": "literal: softmax in windows, tokens (no kernel)",
+    "tile-token": "half by tiles, half by tokens (no kernel)",
+    "raw-global": "cosine of tokens, compared over all (no kernel)",
+    "gate": "`gate`",
+    "bounds": "`bounds`",
+    "quest": "Quest's bounds",
+    "sink-recent": "first and newest pages",
+    "random": "random pages",
+}
+"""Other ways to choose, and the baselines."""
+
 
 def by_length(rows: Rows, ratio: float = RATIO) -> str:
     """At one ratio: perplexity, its standard error, and answers at every length."""
@@ -49,10 +61,12 @@ def by_length(rows: Rows, ratio: float = RATIO) -> str:
     return "\n".join(lines)
 
 
-def by_ratio(rows: Rows, titles: Mapping[str, str] = TITLES) -> str:
-    """Over all lengths above the floor: perplexity and answers at every ratio."""
+def by_ratio(rows: Rows, titles: Mapping[str, str] = TITLES | CHOICES) -> str:
+    """Over all lengths above the floor: perplexity and answers at every ratio; presses last."""
     sums = _sums(rows)
     ratios = sorted({ratio for _, ratio, _ in sums if ratio})
+    presses = sorted({name for name, *_ in sums if name.startswith("kvpress ")})
+    titles = titles | {name: f"{name.split(' ')[1]} (kvpress)" for name in presses}
     lines = [_line(["", *map(str, ratios)]), "|---" * (len(ratios) + 1) + "|"]
     for name, title in titles.items():
         found = [sums.get((name, ratio, None)) for ratio in ratios]

@@ -148,6 +148,25 @@ def test_the_hysparse_page_has_the_files_layer_times() -> None:
     assert f"{verdicts.count('pass')} of {len(verdicts)} targets" in HYSPARSE_PAGE
 
 
+def test_the_hysparse_page_has_the_files_times_on_pages_of_32() -> None:
+    result = json.loads((ROOT / "bench" / "results" / "hysparse-pages-32-h200.json").read_text())
+    rows = [row for row in result["layer"] if row["max_k"] != 512]
+    told = cells_below(HYSPARSE_PAGE, "| batch x context, pages of 32 |")
+    for row, (name, tiles, *numbers) in zip(rows, told, strict=True):
+        assert name.replace(",", "") == f"{row['batch']} x {row['context']}"
+        assert tiles.replace(",", "") == f"{row['kept']} of {row['tiles']}"
+        expected = [f"{row['us'][way]:.1f}" for way in ("dense", "sparse")]
+        expected += [f"{row['speedup']:.2f}", f"{row['selection_share'] * 100:.0f} %"]
+        assert numbers == expected, name
+    told = cells_below(HYSPARSE_PAGE, "| dense attention of a layer, us |")
+    for row, (name, *numbers) in zip(result["pages"], told, strict=True):
+        wide, narrow = row["us"]["64"], row["us"]["32"]
+        expected = [f"{wide:.1f}", f"{narrow:.1f}", f"{narrow / wide:.2f}"]
+        assert (name, [number.replace(",", "") for number in numbers]) == (row["shape"], expected)
+    verdicts = [line.split()[0] for line in result["targets"]]
+    assert f"{verdicts.count('pass')} of {len(verdicts)} targets are met" in HYSPARSE_PAGE
+
+
 def test_the_reuse_page_has_the_files_side_streams() -> None:
     result = json.loads((ROOT / "bench" / "results" / "reuse-h200.json").read_text())
     rows = [row for row in result["rows"] if row["case"] == "stores on a side stream"]

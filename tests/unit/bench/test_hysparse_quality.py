@@ -10,10 +10,10 @@ import pytest
 
 from bench.hysparse import texts
 from bench.hysparse.arena import Setup
-from bench.hysparse.join import join, rename
+from bench.hysparse.join import add, join, rename
 from bench.hysparse.measures import RARELY, plan
 from bench.hysparse.report import cells, leads, read_items, summarise, verdicts, write_report
-from bench.hysparse.tables import by_length, of_presses
+from bench.hysparse.tables import by_length, by_ratio, of_presses
 from bench.hysparse.tasks import TASKS, make_samples
 from bench.hysparse.texts import KINDS, digest, prose_paragraphs, read_kind
 from bicl.sparse.policy import RATIO_SHARES
@@ -231,6 +231,20 @@ def test_a_later_runs_rows_take_the_place_of_our_own_variants() -> None:
         join(earlier, later)
 
 
+def test_further_configurations_are_added_where_they_have_all_contexts() -> None:
+    dense, press = ["dense", 0.0, 1.0, 2.5], ["kvpress SnapKV", 0.65, 0.4, 2.9]
+    small = ["centroids served pages-32", 0.65, 0.4, 2.55]
+    items = [context(2048, dense, press), context(4096, dense, press)]
+    short, long = (
+        item["records"][0]["results"] for item in add(items, [context(4096, dense, small)])
+    )
+    assert short == [dense, press], "no context of this length has it"
+    assert long == [dense, press, small]
+    others = [context(4096, dense, ["kvpress SnapKV", 0.65, 0.4, 2.91])]
+    with pytest.raises(ValueError, match=r"kvpress SnapKV differs.*2\.9, 2\.91"):
+        add(items, others)
+
+
 def test_variants_are_renamed_and_how_they_are_run_is_not() -> None:
     rows = [["centroids served", 0.65, 0.4, 2.7], ["centroids-flat", 0.65, 0.4, 2.7]]
     (item,) = rename([context(4096, *rows)], {"centroids": "centroids-unturned"})
@@ -244,6 +258,7 @@ def test_variants_are_renamed_and_how_they_are_run_is_not() -> None:
         ("hysparse-quality", by_length),
         ("hysparse-quality", of_presses),
         ("hysparse-quality-spread", by_length),
+        ("hysparse-quality-presses", by_ratio),
         ("hysparse-quality-indexes", by_length),
     ],
 )
