@@ -81,6 +81,14 @@ def test_what_cannot_be_fitted_is_refused_by_name(
     assert message in str(result.exception)
 
 
+@pytest.mark.parametrize("command", ["fit", "tune"])
+def test_pages_of_another_size_are_refused_before_the_model_is_looked_for(command: str) -> None:
+    arguments = ["hysparse", command, "--model-id", "/nowhere", "--text", "/nowhere"]
+    result = CliRunner().invoke(app, [*arguments, "--page-size", "48"])
+    assert result.exit_code == 2
+    assert "pages have 32 or 64 tokens, not 48" in result.output
+
+
 def test_short_texts_are_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too little to leave anything out")
     result = run(*options(model, tmp_path))
