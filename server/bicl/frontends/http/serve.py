@@ -150,7 +150,8 @@ def _kernel_fallbacks() -> tuple[str, ...]:
 
 def _load(config: ServerConfig, device: str) -> LoadedModel:
     """On the CPU by a thread that ends with it, so that OpenMP's threads for it end, too: beside
-    the engine's they would be more than there are cores, see ``Engine._get_ready``."""
+    the engine's they would be more than there are cores, see ``Engine._get_ready``. No executor:
+    Python waits for the threads of one, so that Ctrl-C would not end the load."""
     load = partial(
         load_model,
         resolve_model(config.model_id),

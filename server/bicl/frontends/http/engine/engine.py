@@ -230,7 +230,7 @@ class Engine:
     def _loop(self, ready: Future[None]) -> None:
         try:
             self._get_ready()
-        except Exception as error:
+        except BaseException as error:  # or start() waits for ever
             ready.set_exception(error)
             return
         ready.set_result(None)
