@@ -87,11 +87,11 @@ LABEL org.opencontainers.image.title="text-generation-inference with the BICL KV
       org.opencontainers.image.base.name="${TGI_IMAGE}" \
       org.opencontainers.image.base.digest="${TGI_DIGEST}" \
       org.opencontainers.image.licenses="Apache-2.0"
-COPY --from=wheel /out /tmp/bicl
 COPY patches /opt/bicl/patches
-RUN uv pip install --no-cache --no-deps /tmp/bicl/*.whl \
+# Bound, not copied: a wheel that a later step removes would stay in a layer, kernels and all.
+RUN --mount=type=bind,from=wheel,source=/out,target=/mnt \
+    uv pip install --no-cache --no-deps /mnt/*.whl \
  && uv pip install --no-cache "apache-tvm-ffi>=0.1.15" torch-c-dlpack-ext xxhash \
- && rm -r /tmp/bicl \
  && /usr/src/.venv/bin/python -m bicl.frontends.tgi.install \
  && /usr/src/.venv/bin/python -m bicl.frontends.tgi.install --verify \
  && mv /usr/local/bin/text-generation-launcher /usr/local/bin/text-generation-launcher-upstream \

@@ -193,6 +193,8 @@ def test_labels_health_check_and_parts_list(client: str, image: str) -> None:
     assert {"bicl", "apache-tvm-ffi", "xxhash"} <= {part["name"] for part in bom["components"]}
     for folder in ("/tmp/bicl", "/tmp/bom"):
         assert in_image(client, image, "ls", folder).returncode != 0
+    layers = run(client, "history", "--no-trunc", "--format", "{{.CreatedBy}}", image)
+    assert "COPY /out" not in layers, "a wheel in a layer of its own is there for good"
 
 
 def test_official_image_can_be_pinned_by_digest(client: str, image: str, tmp_path: Path) -> None:
