@@ -61,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--port", type=int, default=18081)
+    parser.add_argument("--tgi-base", help="what bicl-tgi was built from: tell what it adds")
     parser.add_argument("--out", type=Path, help="write results here, as JSON")
     options = parser.parse_args()
     rows: list[dict[str, object]] = [
@@ -68,6 +69,9 @@ def main() -> None:
         for _ in range(options.runs)
     ]
     rows.append({"op": "size", "image": "bicl-embedded", "bytes": size("bicl-embedded")})
+    if options.tgi_base:
+        added = size("bicl-tgi") - size(options.tgi_base)
+        rows.append({"op": "size over its base", "image": "bicl-tgi", "bytes": added})
     for row in rows:
         print(row)
     if options.out:
