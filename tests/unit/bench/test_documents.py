@@ -177,3 +177,13 @@ def test_the_reuse_page_has_the_files_side_streams() -> None:
         others = [row["others"][f"in line, {way}"]["value"] for way in ways]
         found = [row["value"], *others, row["others"]["in line again"]["value"]]
         assert (us, speeds) == (f"{row['step_us']:,.0f}", [f"{x:.3f}" for x in found]), name
+
+
+def test_the_reuse_page_has_the_files_cost_of_openmps_threads() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "openmp-cpu.json").read_text())["rows"]
+    told = cells_below(REUSE_PAGE, "| before the engine started | seconds |")
+    found = [
+        [row["case"], f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}", f"{row['sleeps']:,.0f}"]
+        for row in rows
+    ]
+    assert [list(cells) for cells in told] == found
