@@ -10,7 +10,7 @@ import torch
 
 from bicl.attention.transfer import make_mover
 from bicl.cache.keys import Namespace, PageChain, root_key
-from bicl.cache.tiers import PageTiers
+from bicl.cache.tiers import PageTiers, PageTwins
 
 pytestmark = pytest.mark.gpu
 
@@ -137,3 +137,32 @@ def test_cancelled_fetch_settles_before_its_pages_are_free(layers, tiers) -> Non
     torch.cuda.synchronize()
     assert tiers.check_integrity()
     assert threading.active_count() < 50
+
+
+def test_pages_of_two_groups_come_back_to_their_twins(layers) -> None:
+    """Odd layers have pages of their own."""
+    odd = range(1, LAYERS, 2)
+    twins = PageTwins(NUM_PAGES, NUM_PAGES, odd)
+    both = PageTiers(
+        make_mover(layers, twins), PAGE, fingerprint=b"gpu", host_bytes=256 << 20, pinned=True
+    )
+    prompt, pages, others = chain(8), list(range(8)), list(range(40, 48))
+    held = fill(layers, pages)
+    for number in odd:
+        for tensor in layers[number]:
+            tensor[others] = tensor[pages]
+            tensor[pages] = torch.nan
+    twins.pair(pages, others)
+    both.save(prompt, pages)
+    both.claim(twins.owners(others), finish=True)
+    wipe(layers, [*pages, *others])
+    assert both.settle(30)
+    there, beside = list(range(20, 28)), list(range(8))
+    twins.pair(there, beside)
+    fetch = both.reserve(prompt, 0, 8).start(there)
+    fetch.join_all(LAYERS)
+    for number in range(LAYERS):
+        places = beside if number in odd else there
+        assert_holds(layers[number : number + 1], places, held[number : number + 1])
+    assert fetch.wait(30)
+    both.close()

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bicl.cache.tiers import Copy, HostMover, PageMover
+from bicl.cache.tiers import Copy, HostMover, PageMover, PageTwins
 from bicl.cache.tiers.arena import HostArena
 from bicl.cache.tiers.mover import place_pieces
 from bicl.ops.cuda.transfer_pages import transfer_pages
@@ -20,27 +20,36 @@ __all__ = ["CudaMover", "make_mover"]
 Addresses: TypeAlias = npt.NDArray[np.int64]
 
 
-def make_mover(layers: Sequence[Sequence[torch.Tensor]]) -> PageMover:
+def make_mover(
+    layers: Sequence[Sequence[torch.Tensor]], twins: PageTwins | None = None
+) -> PageMover:
     """The mover for a pool's device.
 
     Args:
         layers: each layer's tensors, contiguous, ``[num_pages, ...]``: its pages, and what is kept
             beside them.
+        twins: of a second page group.
     """
     if layers[0][0].device.type == "cuda":
-        return CudaMover(layers)
-    return HostMover(layers)
+        return CudaMover(layers, twins)
+    return HostMover(layers, twins)
 
 
 class CudaMover:
     """``PageMover`` on the copy engines: one stream each way, both beside the computation's."""
 
-    def __init__(self, layers: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[torch.Tensor]], twins: PageTwins | None = None
+    ) -> None:
+        self.twins = twins
         placed = place_pieces(layers)
         self.layer_bytes = tuple(sum(p.num_bytes for p in pieces) for pieces in placed)
         pieces = [piece for of_layer in placed for piece in of_layer]
         ends = np.cumsum([len(of_layer) for of_layer in placed]).tolist()
         self._of_layer = [slice(a, b) for a, b in pairwise([0, *ends])]
+        second = frozenset() if twins is None else twins.layers
+        of_second = [layer in second for layer, of_layer in enumerate(placed) for _ in of_layer]
+        self._in_second = np.array(of_second)[:, None]
         self._bytes = np.array([[piece.num_bytes] for piece in pieces], dtype=np.int64)
         self._bases = np.array([[piece.rows.data_ptr()] for piece in pieces], dtype=np.int64)
         self._starts = np.array([[piece.start] for piece in pieces], dtype=np.int64)
@@ -75,7 +84,10 @@ class CudaMover:
 
     def _on_device(self, pieces: slice, pages: Sequence[int]) -> Addresses:
         """``[pieces, pages]``"""
-        return self._bases[pieces] + self._bytes[pieces] * np.asarray(pages, dtype=np.int64)
+        places = np.asarray(pages, dtype=np.int64)
+        if self.twins is not None:
+            places = np.where(self._in_second[pieces], self.twins.of(pages), places)
+        return self._bases[pieces] + self._bytes[pieces] * places
 
     def _on_host(self, pieces: slice, arena: HostArena, slots: Sequence[int]) -> Addresses:
         """``[pieces, slots]``"""

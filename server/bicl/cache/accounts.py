@@ -12,7 +12,15 @@ from collections.abc import Callable
 from bicl.cache.allocator import PageAllocator
 from bicl.cache.arrivals import Arrivals
 from bicl.cache.integrity import check_counts, check_index
-from bicl.cache.keys import HashFunction, Namespace, TokenIds, pack_ids, root_key, sha256
+from bicl.cache.keys import (
+    HashFunction,
+    Namespace,
+    PackedIds,
+    TokenIds,
+    pack_ids,
+    root_key,
+    sha256,
+)
 from bicl.cache.pins import PinTable
 from bicl.cache.policy import DEFAULT_POLICY
 from bicl.cache.prefixes import Prefixes
@@ -169,7 +177,7 @@ class PageAccounts:
             raise InvalidInputError(f"ttl_seconds is {ttl_seconds}; a positive time is needed")
         ttl = math.inf if ttl_seconds is None else ttl_seconds
         ids = pack_ids(token_ids)
-        pages = self._pins.pin(ids, namespace, ttl)
+        pages = self._pin_in_pool(ids, namespace, ttl)
         below = self._prefixes.pin_below(ids, namespace, pages, ttl)
         return (pages + below) * self.page_size
 
@@ -231,6 +239,10 @@ class PageAccounts:
         check_counts(self._allocator, self._index, self._live, abandoned)
 
     # --- inside ------------------------------------------------------------------------------
+    def _pin_in_pool(self, ids: PackedIds, namespace: Namespace, ttl_seconds: float) -> int:
+        """How many of the prefix's pages are of use there and pinned."""
+        return self._pins.pin(ids, namespace, ttl_seconds)
+
     def _settle(self) -> None:
         """Let time pass: pins expire, given-up copies end."""
         self._pins.expire()

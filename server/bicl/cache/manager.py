@@ -20,7 +20,8 @@ again as soon as it is free: what still reads it was issued before.
 from __future__ import annotations
 
 from bicl.cache.accounts import BASE, PageAccounts
-from bicl.cache.keys import ID_BYTES, Namespace, TokenIds, pack_ids
+from bicl.cache.keys import ID_BYTES, Namespace, PackedIds, TokenIds, pack_ids
+from bicl.cache.prefixes import Saving
 from bicl.cache.radix_nodes import Match
 from bicl.cache.sequence import PageCopy, SequencePages
 from bicl.cache.stats import FlushReport
@@ -42,7 +43,7 @@ class CacheManager(PageAccounts):
         if not self.prefix_cache:
             return 0
         ids = pack_ids(token_ids)
-        match = self._prefixes.match(ids, namespace, len(ids) // ID_BYTES - 1)
+        match = self._match(ids, namespace)
         if match is None:
             return 0
         copied = match.partial.num_tokens if match.partial else 0
@@ -51,9 +52,8 @@ class CacheManager(PageAccounts):
     def host_holds_more(self, token_ids: TokenIds, namespace: Namespace = BASE) -> bool:
         """Whether host memory holds pages of a prompt that the pool does not. Changes nothing."""
         ids = pack_ids(token_ids)
-        limit = len(ids) // ID_BYTES - 1
-        match = self._prefixes.match(ids, namespace, limit)
-        return self._prefixes.host_holds_more(ids, namespace, match, limit)
+        match = self._match(ids, namespace)
+        return self._prefixes.host_holds_more(ids, namespace, match, self._reusable(ids))
 
     def promote(self, token_ids: TokenIds, namespace: Namespace = BASE) -> Promotion | None:
         """Begin to bring what is cached on disk alone into host memory, for an :meth:`acquire` to
@@ -61,9 +61,8 @@ class CacheManager(PageAccounts):
         if self._arrivals is None or not self.prefix_cache or not self._arrivals.tiers.has_disk:
             return None
         ids = pack_ids(token_ids)
-        limit = len(ids) // ID_BYTES - 1
-        match = self._prefixes.match(ids, namespace, limit)
-        return self._prefixes.promote(ids, namespace, match, limit)
+        match = self._match(ids, namespace)
+        return self._prefixes.promote(ids, namespace, match, self._reusable(ids))
 
     def gave_up_late(self) -> None:
         """A promotion took longer than computing would have; for the count."""
@@ -80,7 +79,6 @@ class CacheManager(PageAccounts):
         resumed: bool = False,
         only_arriving: bool = False,
         from_tiers: bool = True,
-        max_cached: int | None = None,
     ) -> SequencePages | None:
         """Begin a sequence: lock its longest cached prefix and allocate pages for the rest.
 
@@ -97,7 +95,6 @@ class CacheManager(PageAccounts):
             resumed: this sequence was preempted; finding its own pages is no hit worth counting.
             only_arriving: None if nothing would come from the tiers.
             from_tiers: False leaves what only they hold where it is.
-            max_cached: most tokens that may be shared; default all but the last.
 
         Returns:
             None if there is no room now, even after evicting all that may be evicted. With no
@@ -113,23 +110,24 @@ class CacheManager(PageAccounts):
             raise InvalidInputError("a sequence needs at least one token")
         self._refuse_oversize(length)
         room = length if num_tokens is None else min(max(num_tokens, 1), length)
-        limit = length - 1 if max_cached is None else min(length - 1, max_cached)
+        limit = self._reusable(ids)
         match = coming = None
         if reuse and self.prefix_cache:
-            match = self._prefixes.match(ids, namespace, limit)
+            match = self._match(ids, namespace)
             if from_tiers:
                 coming = self._prefixes.reserve(ids, namespace, match, limit)
         if only_arriving and coming is None:
             return None
-        seq = self._lock_and_allocate(match, namespace, room, coming)
+        seq = self._begin(ids, namespace, room, match, coming.num_pages if coming else 0)
         if seq is None:
+            if coming:
+                coming.drop()
             self.stats.refusals += 1
             return None
+        if coming:
+            self._start(seq, coming)
         if match and self._arrivals:
             self._arrivals.tiers.touch(match.keys)
-        matched_bytes = seq._num_indexed_pages * self.page_size * ID_BYTES
-        seq._tail += ids[matched_bytes : seq.num_cached_tokens * ID_BYTES]
-        self._live.add(seq)
         if self.prefix_cache and reuse and not resumed:
             seq._counts = True
             self.stats.queried_tokens += length
@@ -156,8 +154,7 @@ class CacheManager(PageAccounts):
             self.stats.hit_tokens += seq.num_host_tokens + seq.num_disk_tokens
             self.stats.host_hit_tokens += seq.num_host_tokens
             self.stats.disk_hit_tokens += seq.num_disk_tokens
-        if seq._node is not None and len(seq._tail) >= self._index.page_bytes:
-            self._index_full_pages(seq)
+        self._index_full_pages(seq)
 
     def copies_issued(self, seq: SequencePages) -> None:
         """The device copies of ``seq.pending_copies`` are in the stream; let go of the sources."""
@@ -210,8 +207,7 @@ class CacheManager(PageAccounts):
         if seq._node is None:
             return
         seq._tail += ids
-        if len(seq._tail) >= self._index.page_bytes:
-            self._index_full_pages(seq)
+        self._index_full_pages(seq)
 
     def release(self, seq: SequencePages, *, keep: bool = True) -> None:
         """End a sequence (finished, aborted or preempted) and let go of its pages.
@@ -255,12 +251,44 @@ class CacheManager(PageAccounts):
         return [key for run in reversed(runs) for key in run]
 
     # --- inside ------------------------------------------------------------------------------
-    def _lock_and_allocate(
+    def _reusable(self, ids: PackedIds) -> int:
+        """Leading tokens of a prompt that need not be computed, wherever they come from."""
+        return len(ids) // ID_BYTES - 1
+
+    def _match(self, ids: PackedIds, namespace: Namespace) -> Match | None:
+        """What the pool holds of them; None: nothing."""
+        return self._prefixes.match(ids, namespace, self._reusable(ids))
+
+    def _begin(
         self,
-        match: Match | None,
+        ids: PackedIds,
         namespace: Namespace,
         num_tokens: int,
-        coming: Reservation | None,
+        match: Match | None,
+        arriving: int,
+    ) -> SequencePages | None:
+        """A live sequence with room for ``num_tokens`` tokens; None: there is no room.
+
+        Args:
+            match: the pages that it shares.
+            arriving: further ones that the tiers fill.
+        """
+        seq = self._lock_and_allocate(match, namespace, num_tokens, arriving)
+        if seq is not None:
+            matched_bytes = seq._num_indexed_pages * self.page_size * ID_BYTES
+            seq._tail += ids[matched_bytes : seq.num_cached_tokens * ID_BYTES]
+            self._live.add(seq)
+        return seq
+
+    def _start(self, seq: SequencePages, coming: Reservation) -> None:
+        """Let the pages behind its shared ones come."""
+        first = seq._num_indexed_pages
+        seq.num_disk_tokens = coming.num_from_disk * self.page_size
+        seq.num_host_tokens = coming.num_pages * self.page_size - seq.num_disk_tokens
+        seq.fetch = coming.start(seq.page_ids[first : first + coming.num_pages])
+
+    def _lock_and_allocate(
+        self, match: Match | None, namespace: Namespace, num_tokens: int, arriving: int
     ) -> SequencePages | None:
         """Lock, then allocate, so that what was matched is not evicted for it."""
         shared = match.pages if match else []
@@ -268,11 +296,10 @@ class CacheManager(PageAccounts):
         if self.prefix_cache:
             index = self._index
             node = index.lock_match(match) if match else index.lock_root(namespace)
-        partial = match.partial if match and coming is None else None
+        partial = match.partial if match and not arriving else None
         if partial:
             copy_node = partial.node
             self._index.lock(copy_node)
-        arriving = coming.num_pages if coming else 0
         wanted = max(self.pages_for(num_tokens) - len(shared), arriving)
         pages = self._allocate(max(wanted, 1 if partial else 0))
         if pages is None and copy_node:  # its source may be the room that is missing
@@ -282,8 +309,6 @@ class CacheManager(PageAccounts):
         if pages is None:
             if node:
                 self._index.unlock(node, self._clock())
-            if coming:
-                coming.drop()
             return None
         self._allocator.retain(shared)
         copies: tuple[PageCopy, ...] = ()
@@ -292,20 +317,18 @@ class CacheManager(PageAccounts):
             copies = (PageCopy(partial.page, pages[0], partial.num_tokens),)
         cached = (len(shared) + arriving) * self.page_size + (partial.num_tokens if partial else 0)
         seq = SequencePages(shared + pages, self.page_size, namespace, copies, cached)
-        if coming:
-            seq.num_disk_tokens = coming.num_from_disk * self.page_size
-            seq.num_host_tokens = arriving * self.page_size - seq.num_disk_tokens
-            seq.fetch = coming.start(pages[:arriving])
         seq._node, seq._copy_node, seq._num_indexed_pages = node, copy_node, len(shared)
         return seq
 
-    def _index_full_pages(self, seq: SequencePages) -> None:
-        assert seq._node is not None
+    def _index_full_pages(self, seq: SequencePages, saving: Saving = Saving.NEW) -> None:
+        """Its pages that became full, if there are any, can be shared, and come to the tiers."""
         page_bytes, first = self._index.page_bytes, seq._num_indexed_pages
         count = len(seq._tail) // page_bytes
+        if seq._node is None or not count:
+            return
         ids = bytes(seq._tail[: count * page_bytes])
         pages = seq.page_ids[first : first + count]
-        seq._node = self._prefixes.add(seq._node, ids, pages, seq.namespace)
+        seq._node = self._prefixes.add(seq._node, ids, pages, seq.namespace, saving)
         del seq._tail[: count * page_bytes]
         seq._num_indexed_pages += count
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from enum import Enum
 
 from bicl.cache.allocator import PageAllocator
 from bicl.cache.arrivals import Arrivals
@@ -18,11 +19,20 @@ from bicl.cache.stats import CacheStats
 from bicl.cache.tags import PageTags
 from bicl.cache.tiers import Promotion, Reservation
 
-__all__ = ["Prefixes"]
+__all__ = ["Prefixes", "Saving"]
 
 MEMORY = 1 << 17
 """Pages whose keys are remembered after they left, to tell lost pages from new ones; 100 bytes
 each, roughly."""
+
+
+class Saving(Enum):
+    """Which of a sequence's full pages go to the tiers: those that the index did not hold (what it
+    holds was saved when it came), all of them, or none."""
+
+    NEW = "new"
+    ALL = "all"
+    NONE = "none"
 
 
 class Prefixes:
@@ -131,9 +141,17 @@ class Prefixes:
         return self.arrivals.tiers.unpin(chain)
 
     # --- add ---------------------------------------------------------------------------------
-    def add(self, node: Node, ids: bytes, pages: list[int], namespace: Namespace) -> Node:
+    def add(
+        self,
+        node: Node,
+        ids: bytes,
+        pages: list[int],
+        namespace: Namespace,
+        saving: Saving = Saving.NEW,
+    ) -> Node:
         """Pages that are full now, after ``node``, on which the caller has a lock. Pages that the
-        index holds already stay the caller's alone. Returns where the lock is now."""
+        index holds already stay the caller's alone. Returns where the lock is now.
+        """
         if self._unsound:
             self._heal(node, ids, pages)
         node, present, dropped = self.index.insert(node, ids, pages)
@@ -141,15 +159,16 @@ class Prefixes:
         self._allocator.retain(new)
         self._allocator.release(dropped)
         self._stats.duplicate_pages += present
+        keys = self.index.last_keys(node, len(pages) + 1)
         if new:
-            keys = self.index.last_keys(node, len(new) + 1)
-            self.tags.write(new, keys[1:])
-            self._computed.update(dict.fromkeys(keys[1:]))
+            added = keys[present + 1 :]
+            self.tags.write(new, added)
+            self._computed.update(dict.fromkeys(added))
             while len(self._computed) > MEMORY:
                 self._computed.popitem(last=False)
-            if self.arrivals is not None:
-                new_ids = ids[present * self.index.page_bytes :]
-                self.arrivals.tiers.save(self._chain(new_ids, keys, 0, namespace), new)
+        if self.arrivals is not None and saving is not Saving.NONE:
+            first = present if saving is Saving.NEW else 0
+            self.arrivals.tiers.save(self._chain(ids, keys, 0, namespace), pages[first:], first)
         return node
 
     def add_partial(self, node: Node, ids: bytes, page: int) -> None:

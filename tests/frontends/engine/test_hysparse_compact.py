@@ -18,7 +18,6 @@ from support.driving import (
 )
 from support.driving import random_prompt as prompt
 
-from bicl.errors import ConfigError
 from bicl.frontends.http.engine import Engine, EngineConfig
 from bicl.frontends.http.engine.compact import REVIEW_TOKENS
 from bicl.frontends.http.engine.sizing import num_pages, page_layouts
@@ -243,12 +242,6 @@ def test_fp8_pages_serve(tiny) -> None:
     with running(tiny, **SIZES, **COMPACT, kv_dtype=torch.float8_e4m3fn) as engine:
         (result,) = answers(engine, prompt(600))
     assert result.done.usage.sparse.actual_ratio > 0.5
-
-
-def test_a_host_tier_beside_it_is_refused_by_name() -> None:
-    """(A72)"""
-    with pytest.raises(ConfigError, match=r"--hysparse-mode compact.*--host-cache-size 0"):
-        EngineConfig(**COMPACT, host_cache_bytes=1 << 30)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)

@@ -119,3 +119,23 @@ def test_compact_pages_of_fp8_serve(loaded) -> None:
     results, stats = answers(loaded, hysparse=COMPACT, kv_dtype=torch.float8_e4m3fn)
     assert stats.sparse.compactions == 3
     assert all(len(r.ids) == NEW_TOKENS for r in results)
+
+
+def test_what_compact_layers_gave_up_comes_back_from_host_memory(loaded) -> None:
+    options = {**SIZES, "guard": BOUNDS, "hysparse": COMPACT, "host_cache_bytes": 256 << 20}
+    prompts = [prompt(length) for length in (450, 600, 900)]
+    with running(loaded, **options) as engine:
+        first = generate(engine, *[request(each, NEW_TOKENS) for each in prompts])
+        assert engine._tiers.settle(30)
+        manager = engine._scheduler.manager
+        with engine._lock:
+            for group in (manager, manager.group):
+                group._prefixes.evict(group.usable_pages)
+        for layer in engine._runner.pool.layers:
+            layer.pages.fill_(torch.nan)
+        second = generate(engine, *[request(each, NEW_TOKENS) for each in prompts])
+        stats = engine.snapshot()
+    assert [r.ids for r in second] == [r.ids for r in first]
+    assert [r.done.usage.cached_host_tokens for r in second] == [384, 512, 832]
+    assert stats.sparse.compactions == 6
+    assert stats.tiers.dropped_saves == 0

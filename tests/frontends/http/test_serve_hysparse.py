@@ -37,7 +37,9 @@ def test_forced_it_serves_weights_of_four_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_serves_compact_pages(tmp_path: Path, smollm2_folder: Path) -> None:
-    serve_and_ask(tmp_path, f"--model-id={smollm2_folder}", "--enable-hysparse", mode="compact")
+    flags = [f"--model-id={smollm2_folder}", "--enable-hysparse", "--host-cache-size=256MiB"]
+    log = serve_and_ask(tmp_path, *flags, mode="compact")
+    assert "pages come from host memory at" in log
 
 
 def serve_and_ask(tmp_path: Path, *flags: str, mode: str) -> str:

@@ -5,6 +5,7 @@ from bicl.cache.tiers.mover import Copy, Done, HostMover, PageMover
 from bicl.cache.tiers.stats import FAILURES, TierStats
 from bicl.cache.tiers.tiers import PageTiers
 from bicl.cache.tiers.transfers import Fetch, Promotion, Reservation
+from bicl.cache.tiers.twins import PageTwins
 
 __all__ = [
     "FAILURES",
@@ -14,6 +15,7 @@ __all__ = [
     "HostMover",
     "PageMover",
     "PageTiers",
+    "PageTwins",
     "Promotion",
     "Reservation",
     "TierStats",

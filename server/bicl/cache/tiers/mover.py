@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from bicl.cache.tiers.arena import HostArena
+from bicl.cache.tiers.twins import PageTwins
 
 __all__ = ["Copy", "Done", "HostMover", "PageMover", "Piece", "place_pieces"]
 
@@ -37,9 +38,11 @@ class PageMover(Protocol):
 
     Attributes:
         layer_bytes: bytes of one page in each layer.
+        twins: where pages lie in a second page group's layers; None: there is none.
     """
 
     layer_bytes: tuple[int, ...]
+    twins: PageTwins | None
 
     def mark(self) -> object:
         """A point behind everything that the calling thread has issued so far."""
@@ -82,9 +85,13 @@ class HostMover:
 
     Args:
         layers: each layer's tensors, contiguous, ``[num_pages, ...]``.
+        twins: of a second page group.
     """
 
-    def __init__(self, layers: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[torch.Tensor]], twins: PageTwins | None = None
+    ) -> None:
+        self.twins = twins
         self._pieces = place_pieces(layers)
         self.layer_bytes = tuple(sum(p.num_bytes for p in pieces) for pieces in self._pieces)
         self._rows = [[piece.rows.numpy() for piece in pieces] for pieces in self._pieces]
@@ -95,9 +102,10 @@ class HostMover:
     def save(
         self, pages: Sequence[int], arena: HostArena, slots: Sequence[int], after: object
     ) -> Copy:
-        for page, slot in zip(pages, slots, strict=True):
+        places = [self._places(layer, pages) for layer in range(len(self._pieces))]
+        for slot, *own in zip(slots, *places, strict=True):
             memory = arena.slot(slot).numpy()
-            for pieces, tensors in zip(self._pieces, self._rows, strict=True):
+            for page, pieces, tensors in zip(own, self._pieces, self._rows, strict=True):
                 for piece, rows in zip(pieces, tensors, strict=True):
                     memory[piece.start : piece.end] = rows[page]
         return Done()
@@ -111,10 +119,18 @@ class HostMover:
         after: object,
     ) -> Copy:
         memory = [arena.slot(slot).numpy() for slot in slots]
+        places = self._places(layer, pages)
         for piece, rows in zip(self._pieces[layer], self._rows[layer], strict=True):
-            for page, held in zip(pages, memory, strict=True):
+            for page, held in zip(places, memory, strict=True):
                 rows[page] = held[piece.start : piece.end]
         return Done()
+
+    def _places(self, layer: int, pages: Sequence[int]) -> Sequence[int]:
+        """Where they lie in a layer."""
+        if self.twins is None or layer not in self.twins.layers:
+            return pages
+        twins: list[int] = self.twins.of(pages).tolist()
+        return twins
 
 
 class Piece(NamedTuple):

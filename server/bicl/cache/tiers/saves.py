@@ -64,6 +64,7 @@ class SaveQueue:
         self._by_page: dict[int, _Batch] = {}
         self._keys: set[bytes] = set()
         self._closing = False
+        self._hurried = False  # somebody waits for pages that wait here
         self._work = threading.Condition(lock)
         self._thread = threading.Thread(target=self._loop, name="bicl-tier-save", daemon=True)
         self._thread.start()
@@ -92,7 +93,7 @@ class SaveQueue:
                 self._waiting.append(batch)
             self._work.notify()
 
-    def claim(self, pages: Iterable[int]) -> None:
+    def claim(self, pages: Iterable[int], *, finish: bool) -> None:
         if not self._by_page:
             return
         issued = []
@@ -101,7 +102,9 @@ class SaveQueue:
                 batch = self._by_page.get(page)
                 if batch is None:
                     continue
-                if batch.issuing:
+                if finish:
+                    self._let_begin(page, batch)
+                elif batch.issuing:
                     self._changed.wait_for(lambda b=batch: not b.issuing)  # type: ignore[misc]
                 if batch.copy is not None:
                     issued.append(batch.copy)
@@ -127,6 +130,7 @@ class SaveQueue:
         with self._changed:
             self._closing = True
             self._work.notify()
+            self._changed.notify_all()
         self._thread.join()
 
     def _replace(self, page: int) -> None:
@@ -145,6 +149,14 @@ class SaveQueue:
             return batch
         return _Batch({}, after)
 
+    def _let_begin(self, page: int, batch: _Batch) -> None:
+        """Wait until a page's copy is issued, or will not be."""
+        self._hurried = True
+        self._work.notify()
+        self._changed.wait_for(
+            lambda: self._closing or batch.copy is not None or self._by_page.get(page) is not batch
+        )
+
     def _drop(self, page: int, block: Block) -> None:
         del self._by_page[page]
         self._keys.discard(block.key)
@@ -155,10 +167,11 @@ class SaveQueue:
         while True:
             with self._changed:
                 self._work.wait_for(lambda: self._waiting or self._closing)
-                self._work.wait_for(lambda: self._closing, LINGER_SECONDS)
+                self._work.wait_for(lambda: self._closing or self._hurried, LINGER_SECONDS)
                 if self._closing:
                     return
                 if not self._waiting:
+                    self._hurried = False
                     continue
                 batch = self._waiting.popleft()
                 self._take_slots(batch)

@@ -129,11 +129,15 @@ class PageTiers:
         """
         self._saves.add(chain, pages, first, self.mover.mark())
 
-    def claim(self, pages: Iterable[int]) -> None:
+    def claim(self, pages: Iterable[int], *, finish: bool = False) -> None:
         """These pages are about to be overwritten by what this thread issues next: saves that
         have not begun are given up, and those that have are waited for (by the device's stream
-        where there is one)."""
-        self._saves.claim(pages)
+        where there is one).
+
+        Args:
+            finish: saves that have not begun are begun and waited for, too.
+        """
+        self._saves.claim(pages, finish=finish)
 
     # --- lookup ------------------------------------------------------------------------------
     def reserve(self, chain: PageChain, first: int, last: int) -> Reservation:

@@ -177,16 +177,6 @@ def _load(config: ServerConfig, device: str) -> LoadedModel:
     return model
 
 
-def _host_bytes(config: ServerConfig, loaded: LoadedModel) -> int:
-    """Compact layers have pages of their own, which the tiers do not move: no tier by default."""
-    hysparse = config.hysparse.resolve()
-    compact = hysparse is not None and hysparse.mode == "compact"
-    if compact and config.cache.host_cache_size == "auto":
-        log.warning("no host tier: --hysparse-mode compact")
-        return 0
-    return host_cache_bytes(config.cache, loaded.device)
-
-
 def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
     assert config.max_total_tokens is not None
     assert config.max_batch_prefill_tokens is not None
@@ -207,7 +197,7 @@ def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
         ),
         kv_dtype=KV_DTYPES[config.cache.kv_cache_dtype],
         prefix_caching=not config.cache.disable_prefix_caching,
-        host_cache_bytes=_host_bytes(config, loaded),
+        host_cache_bytes=host_cache_bytes(config.cache, loaded.device),
         disk_cache_dir=None if folder is None else Path(folder),
         disk_cache_bytes=disk_cache_bytes(config.cache),
         cuda_graphs=config.cuda_graphs != "0",

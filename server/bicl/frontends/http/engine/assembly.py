@@ -39,6 +39,7 @@ def make_manager(
         size,
         group_pages=group,
         reserve_pages=reserve_pages(config),
+        tiers=tiers,
         min_computed_tokens=OBSERVED,
         **shared,
     )

@@ -80,12 +80,6 @@ class EngineConfig:
         return self.hysparse is not None and self.hysparse.mode == "compact"
 
     def __post_init__(self) -> None:
-        if self.compact and self.host_cache_bytes:
-            raise ConfigError(
-                "--hysparse-mode compact with a host tier (--host-cache-size): the tiers move a "
-                "page of all layers at once, and compact layers have pages of their own; use "
-                "--hysparse-mode select, or --host-cache-size 0"
-            )
         for name in (
             "max_total_tokens",
             "max_batch_prefill_tokens",

@@ -142,6 +142,8 @@ class ModelRunner:
             max_q=num_tokens,
             max_k=num_tokens,
         )
+        if self.compact is not None:
+            meta = replace(meta, compact=meta)
         ids, last = np.zeros(num_tokens, dtype=np.int64), np.array([num_tokens - 1])
         seconds = []
         for _ in range(2):  # the first call also allocates

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from bicl.attention.transfer import make_mover
-from bicl.cache.tiers import PageTiers
+from bicl.cache.tiers import PageTiers, PageTwins
 from bicl.frontends.http.engine.config import EngineConfig
 from bicl.frontends.http.engine.runner import ModelRunner
 from bicl.frontends.http.loader import LoadedModel
@@ -30,9 +30,12 @@ def make_tiers(
     """
     if not config.host_cache_bytes:
         return None
-    tensors = runner.page_tensors()
+    twins = None
+    if runner.compact is not None:
+        group = runner.compact.layers
+        twins = PageTwins(runner.pool.num_pages, next(iter(group.values())).num_pages, group)
     return PageTiers(
-        make_mover(tensors),
+        make_mover(runner.page_tensors(), twins),
         config.page_size,
         fingerprint=_fingerprint(loaded, runner),
         host_bytes=config.host_cache_bytes,
