@@ -37,7 +37,7 @@ from bicl.sparse.gate_file import load_gate, with_gate
 from bicl.sparse.guard import GuardBounds
 from bicl.sparse.settings import write_config_file
 
-__all__ = ["Grid", "best_result", "run_tune", "tune"]
+__all__ = ["Grid", "best_result", "engine_for", "run_tune", "tune"]
 
 # A search measures a setting as it is: nothing may go back to the full cache meanwhile.
 UNGUARDED = GuardBounds(shadow_interval=1 << 30, min_mass_kept=0.0, min_sparsity_share=0.0)
@@ -70,19 +70,17 @@ def tune(
     grid: Grid,
     output: Path,
     *,
+    engine: EngineConfig,
     base: HySparseConfig,
     max_drop: float,
-    page_size: int = 64,
-    engine: EngineConfig | None = None,
     console: Console | None = None,
 ) -> Result:
     """Try every setting that ``output`` does not hold yet, and write table, plot and config file.
 
     Args:
+        engine: sizes, that of pages among them; see :func:`engine_for`.
         base: everything that the grid does not vary.
         max_drop: most accuracy that may be lost, as a share (0.003).
-        page_size: tokens a page, 64 or 32.
-        engine: sizes, that of pages among them; default: what the samples need.
 
     Returns:
         The largest sparsity within ``max_drop``.
@@ -92,20 +90,19 @@ def tune(
     """
     console = console or Console()
     output.mkdir(parents=True, exist_ok=True)
-    sizes = engine or _sizes(samples, loaded, page_size)
-    store = _Store(output / RESULTS, _context(loaded, samples, base, sizes.page_size))
+    store = _Store(output / RESULTS, _context(loaded, samples, base, engine.page_size))
     configs = list(grid.engines(base))
     with Progress(console=console) as progress:
         total = 1 + len(configs) * len(grid.ratios)
         task = progress.add_task(f"trying {total} settings", total=total)
         dense = _measure_missing(
-            loaded, sizes, samples, store, [replace(base, sparsity_ratio=0.0)]
+            loaded, engine, samples, store, [replace(base, sparsity_ratio=0.0)]
         )[0]
         progress.advance(task)
         results: list[Result] = []
         for config in configs:
             wanted = [replace(config, sparsity_ratio=ratio) for ratio in grid.ratios]
-            results += _measure_missing(loaded, sizes, samples, store, wanted)
+            results += _measure_missing(loaded, engine, samples, store, wanted)
             progress.advance(task, len(wanted))
     console.print(table(results, dense, max_drop))
     (output / TABLE_FILE).write_text(markdown(results, dense, max_drop))
@@ -114,14 +111,14 @@ def tune(
     facts = {
         "model_sha": loaded.sha,
         "samples": samples.digest,
-        "page_size": sizes.page_size,
+        "page_size": engine.page_size,
         "accuracy_drop": best.drop(dense),
         "max_drop": max_drop,
         "tiles_left_out_of_all_layers": best.skipped,
     }
     write_config_file(output / CONFIG_FILE, best.config, **facts)
     flags = f"--enable-hysparse --hysparse-config {output / CONFIG_FILE}"
-    console.print(f"serve with: {flags} --block-size {sizes.page_size}")
+    console.print(f"serve with: {flags} --block-size {engine.page_size}")
     return best
 
 
@@ -177,7 +174,35 @@ def run_tune(
     samples = read_samples(
         loaded, texts, tasks, pieces=pieces, context=context, predicted=predicted
     )
-    return tune(loaded, samples, grid, output, base=base, max_drop=max_drop, page_size=page_size)
+    engine = engine_for(samples, loaded, page_size)
+    return tune(loaded, samples, grid, output, engine=engine, base=base, max_drop=max_drop)
+
+
+def engine_for(samples: Samples, loaded: LoadedModel, page_size: int) -> EngineConfig:
+    """An engine for all samples at once, of what fits into its share of the memory.
+
+    Args:
+        page_size: tokens a page, 64 or 32.
+
+    Raises:
+        ConfigError: a sample is longer than the model takes.
+    """
+    longest = max(map(len, samples.texts))
+    for task in samples.tasks:
+        own = len(loaded.tokenizer(task.prompt).input_ids)
+        longest = max(longest, own + len(loaded.tokenizer(task.answer).input_ids) + 8)
+    if longest > loaded.max_position:
+        raise ConfigError(
+            f"a sample has {longest} tokens, the model was made for {loaded.max_position}; use a "
+            "smaller --context-tokens or shorter tasks"
+        )
+    count = len(samples.texts) + len(samples.tasks)
+    return EngineConfig(
+        max_total_tokens=longest + 1,
+        max_batch_size=min(count, 8),
+        max_waiting=count,
+        page_size=page_size,
+    )
 
 
 # --- measuring ---------------------------------------------------------------------------------
@@ -322,23 +347,3 @@ def _run(
         assert isinstance(last, RequestDone)
         answers.append(([e for e in events if isinstance(e, TokenEvent)], last))
     return answers
-
-
-def _sizes(samples: Samples, loaded: LoadedModel, page_size: int) -> EngineConfig:
-    """An engine for all samples at once, of what fits into its share of the memory."""
-    longest = max(map(len, samples.texts))
-    for task in samples.tasks:
-        own = len(loaded.tokenizer(task.prompt).input_ids)
-        longest = max(longest, own + len(loaded.tokenizer(task.answer).input_ids) + 8)
-    if longest > loaded.max_position:
-        raise ConfigError(
-            f"a sample has {longest} tokens, the model was made for {loaded.max_position}; use a "
-            "smaller --context-tokens or shorter tasks"
-        )
-    count = len(samples.texts) + len(samples.tasks)
-    return EngineConfig(
-        max_total_tokens=longest + 1,
-        max_batch_size=min(count, 8),
-        max_waiting=count,
-        page_size=page_size,
-    )

@@ -14,7 +14,7 @@ from support.driving import assert_same_greedy, generate, request, running
 from bicl.errors import ConfigError
 from bicl.frontends import tune as module
 from bicl.frontends.http.engine import EngineConfig
-from bicl.frontends.tune import Grid, best_result, run_tune, tune
+from bicl.frontends.tune import Grid, best_result, engine_for, run_tune, tune
 from bicl.frontends.tune_report import Result
 from bicl.frontends.tune_samples import Samples, read_samples
 from bicl.sparse.config import HySparseConfig
@@ -162,8 +162,10 @@ def test_pages_of_32_tokens_are_measured_anew_and_told(tiny, tmp_path: Path) -> 
     assert results[0].perplexity != results[1].perplexity == results[2].perplexity
     assert len((tmp_path / "tune.jsonl").read_text().splitlines()) == 4
     assert json.loads((tmp_path / "hysparse.json").read_text())["page_size"] == 32
-    by_default = tune(tiny, SAMPLES, small, tmp_path, page_size=32, **options)
-    assert by_default.perplexity == pytest.approx(results[1].perplexity, rel=1e-3)
+    own = engine_for(SAMPLES, tiny, 32)
+    assert (own.page_size, own.max_total_tokens, own.max_batch_size) == (32, 601, 2)
+    by_samples = tune(tiny, SAMPLES, small, tmp_path, engine=own, **options)
+    assert by_samples.perplexity == pytest.approx(results[1].perplexity, rel=1e-3)
 
 
 def test_a_gate_beside_the_model_is_tried_as_serve_takes_it(tmp_path: Path, monkeypatch) -> None:
@@ -172,6 +174,7 @@ def test_a_gate_beside_the_model_is_tried_as_serve_takes_it(tmp_path: Path, monk
     tried = []
     monkeypatch.setattr(module, "load_model", lambda path, device: path)
     monkeypatch.setattr(module, "read_samples", lambda *_, **__: SAMPLES)
+    monkeypatch.setattr(module, "engine_for", lambda *_: SIZES)
     monkeypatch.setattr(module, "tune", lambda *_, base, **__: tried.append(base.gate_path))
     options = {"max_drop": 1.0, "pieces": 1, "context": 600, "predicted": 16, "device": "cpu"}
     for base in (BASE, replace(BASE, gate_path="own")):
