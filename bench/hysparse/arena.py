@@ -20,7 +20,7 @@ from bench.hysparse.model import Model
 from bench.hysparse.presses import PressMasks
 from bicl.sparse.config import VARIANTS as INDEX_KINDS
 from bicl.sparse.config import HySparseConfig
-from bicl.sparse.policy import RATIO_SHARES
+from bicl.sparse.policy import KIND_RULES
 from bicl.sparse.selection import SelectionRule, tiles_by_layer
 from bicl.sparse.sgm import PAGE_GATES, Gate, PageGate, make_gate
 from bicl.sparse.variants import Choice, DecodeRows, kept_keys
@@ -66,7 +66,7 @@ class Setup:
 
     def ratio(self, ratio: float, text_kind: str) -> float:
         """What of ``ratio`` a text of a kind gets."""
-        return ratio * RATIO_SHARES[text_kind] if self.kinds else ratio
+        return ratio * KIND_RULES[text_kind].share if self.kinds else ratio
 
 
 class Arena:

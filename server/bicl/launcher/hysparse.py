@@ -57,6 +57,12 @@ def _check_door(config: HySparseConfig) -> None:
             "text-generation-inference's router, which would not learn that they are free; use "
             "--hysparse-mode select, or `bicl serve`"
         )
+    if config.kind_rules:
+        raise ConfigError(
+            f"--hysparse-kind-rules {config.kind_rules} cannot be honoured here: a shard sees "
+            "token ids, never the text whose kind it would need; set --hysparse-sparsity-ratio "
+            "for all, or use `bicl serve`"
+        )
     if config.enable_sg:
         raise ConfigError(
             "--hysparse-enable-sg cannot be honoured here: a shard sees token ids, never the text "

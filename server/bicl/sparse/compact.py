@@ -50,6 +50,7 @@ class Observed:
         begin, end: its query rows.
         num_tokens: that it holds in the compact group after this step.
         num_kept: that it is to keep.
+        rule: which of them always.
         forced: int64 ``[H, F]`` a layer, places of tokens that stay whatever the votes.
     """
 
@@ -58,6 +59,7 @@ class Observed:
     end: int
     num_tokens: int
     num_kept: int
+    rule: SelectionRule
     forced: Mapping[int, torch.Tensor] | None = None
 
 
@@ -158,7 +160,7 @@ class CompactBackend:
         full: for the layers that keep every token.
         compact: a backend of its own for the others, because backends remember their step.
         layers: pages of the compact group, by layer number.
-        rule: which tokens are always kept.
+        rule: which tokens of any row are always kept.
     """
 
     def __init__(
@@ -309,6 +311,6 @@ class CompactBackend:
         newest = query[max(row.begin, row.end - OBSERVED) : row.end]
         scores, entropy = token_scores(newest, key, scale=scale, softcap=softcap)
         forced = None if row.forced is None else row.forced[number]
-        positions = choose_tokens(scores, row.num_kept, self.rule, forced)
+        positions = choose_tokens(scores, row.num_kept, row.rule, forced)
         kept = scores.gather(1, positions.long()).sum() / scores.sum()
         return Verdict(positions, kept, entropy)

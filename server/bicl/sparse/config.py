@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bicl.errors import ConfigError
+from bicl.sparse.policy import KindRule, parse_kind_rules
 
 __all__ = [
     "COMBINES",
@@ -61,6 +62,8 @@ class HySparseConfig:
         combine: how the query heads of a KV head agree.
         gate_path: safetensors file that ``bicl hysparse fit`` wrote; None starts analytically.
         text_kind: what the texts are; ``auto`` classifies each prompt, ``off`` treats all alike.
+        kind_rules: changes to what a kind of text gets, its share of the ratio and its newest
+            windows: ``code=0.8:4,chat=0.9``.
         enable_sg: always keep tokens at the boundaries of syntax nodes.
         force: run although a refusal applies; the message of each is logged instead.
 
@@ -80,6 +83,7 @@ class HySparseConfig:
     combine: str = "softmax"
     gate_path: str | None = None
     text_kind: str = "auto"
+    kind_rules: str = ""
     enable_sg: bool = False
     force: bool = False
 
@@ -118,6 +122,16 @@ class HySparseConfig:
                 f"{WINDOW_TOKENS} tokens ever keep; lower it to {self.max_k * WINDOW_TOKENS}"
             )
         self.sparse_layers(REFERENCE_DEPTH)
+        for kind, rule in parse_kind_rules(self.kind_rules).items():
+            if rule.windows and not self.recent <= rule.windows < self.max_k - self.first:
+                raise ConfigError(
+                    f"kind_rules: {rule.windows} windows of {kind}; of any text {self.recent} are "
+                    f"kept, and {self.max_k - self.first - 1} leave room for one that is chosen"
+                )
+
+    def kind_rule(self, kind: str) -> KindRule:
+        """What a kind of text gets; of an unknown one, what all get."""
+        return parse_kind_rules(self.kind_rules).get(kind, KindRule())
 
     def sparse_layers(self, depth: int) -> tuple[int, ...]:
         """Numbers of the sparse layers of a model of ``depth`` layers, ascending.

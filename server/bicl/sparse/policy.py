@@ -1,21 +1,68 @@
-"""How much may be left out of which kind of text."""
+"""How much may be left out of which kind of text, and how much of its end is always read."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-__all__ = ["RATIO_SHARES", "classify"]
+from bicl.errors import ConfigError
 
-RATIO_SHARES: Mapping[str, float] = {
-    "chat": 1.0,
-    "news": 1.0,
-    "other": 1.0,
-    "code": 0.85,
-    "legal": 0.85,
+__all__ = ["KIND_RULES", "KindRule", "classify", "parse_kind_rules"]
+
+
+@dataclass(frozen=True)
+class KindRule:
+    """What a kind of text gets, never less careful than was configured for all.
+
+    Attributes:
+        share: of the configured ratio.
+        windows: newest windows of 64 tokens that are always read; 0: as many as of any text.
+    """
+
+    share: float = 1.0
+    windows: int = 0
+
+
+KIND_RULES: Mapping[str, KindRule] = {
+    "chat": KindRule(),
+    "news": KindRule(),
+    "other": KindRule(),
+    "code": KindRule(share=0.85),
+    "legal": KindRule(share=0.85),
 }
-"""Share of the configured ratio that a kind of text gets: never more than was configured. Code and
-law are full of references whose target one token decides."""
+"""Code and law are full of references whose target one token decides. All have the same newest
+windows, because none was found to gain by more (``python -m bench.hysparse.recent``)."""
+
+_RULE = re.compile(r"(\w+)=(\d*\.?\d+)(?::(\d+))?")
+
+
+@functools.cache
+def parse_kind_rules(text: str) -> Mapping[str, KindRule]:
+    """:data:`KIND_RULES` with changes such as ``code=0.8:4,chat=0.9``: a kind's share, and its
+    windows if it is to have its own.
+
+    Raises:
+        ConfigError: naming the part, what is allowed and how to write it.
+    """
+    rules = dict(KIND_RULES)
+    for part in text.replace(" ", "").split(",") if text else ():
+        match = _RULE.fullmatch(part)
+        if match is None or match[1] not in KIND_RULES:
+            raise ConfigError(
+                f"kind_rules {part!r} is not KIND=SHARE or KIND=SHARE:WINDOWS with a kind of "
+                f"{', '.join(KIND_RULES)}; write code=0.85:4, say"
+            )
+        share = float(match[2])
+        if share > 1.0:
+            raise ConfigError(
+                f"kind_rules {part!r}: a kind gets a share of 0 (dense) to 1 of the ratio, never "
+                "more than was configured; raise sparsity_ratio instead"
+            )
+        rules[match[1]] = KindRule(share, int(match[3] or 0))
+    return rules
+
 
 SAMPLE_CHARACTERS = 20_000
 

@@ -16,6 +16,7 @@ class SparseRow:
         ratio: share of the tiles to leave out; 0 is dense.
         guard: watches its signals.
         kind: of its text, as classified; empty: nobody asked.
+        windows: newest ones that are always read; 0: as many as of any text.
         boundaries: tokens that are always kept, the most important first.
 
     Attributes:
@@ -32,11 +33,13 @@ class SparseRow:
         guard: Guard,
         *,
         kind: str = "",
+        windows: int = 0,
         boundaries: tuple[int, ...] = (),
     ) -> None:
         self.asked = self.ratio = ratio
         self.first_sparse: int | None = None
         self.kind = kind
+        self.windows = windows
         self.boundaries = boundaries
         self.tiles_read = 0
         self.tiles_total = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,6 +48,11 @@ class SelectionRule:
     def tiles_to_keep(self, num_tiles: torch.Tensor, sparsity: torch.Tensor) -> torch.Tensor:
         """See :func:`tiles_to_keep`."""
         return tiles_to_keep(num_tiles, sparsity, self)
+
+    def with_windows(self, windows: int) -> SelectionRule:
+        """The rule of a row that always reads so many newest windows, if they are more."""
+        newest = windows * (WINDOW_TOKENS // self.page_size)
+        return self if newest <= self.recent else replace(self, recent=newest)
 
     @property
     def always(self) -> int:

@@ -89,6 +89,13 @@ class HySparseSettings:
         env="BICL_HYSPARSE_TEXT_KIND",
         choices=TEXT_KINDS,
     )
+    hysparse_kind_rules: str | None = setting(
+        None,
+        "What kinds of text (chat, news, code, legal, other) get: share of the ratio, and newest "
+        "windows of 64 tokens that are always read. Default: code=0.85,legal=0.85; an example with "
+        "windows: code=0.85:4.",
+        env="BICL_HYSPARSE_KIND_RULES",
+    )
     hysparse_enable_sg: bool | None = setting(
         None,
         "Always keep tokens at the boundaries of syntax nodes.",

@@ -139,3 +139,15 @@ def test_what_compact_layers_gave_up_comes_back_from_host_memory(loaded) -> None
     assert [r.done.usage.cached_host_tokens for r in second] == [384, 512, 832]
     assert stats.sparse.compactions == 6
     assert stats.tiers.dropped_saves == 0
+
+
+def test_rows_that_always_read_more_newest_windows_serve(loaded) -> None:
+    config = replace(CONFIG, text_kind="legal", kind_rules="legal=1:4")
+    results, stats = answers(loaded, hysparse=config)
+    plain, before = answers(
+        loaded, hysparse=replace(CONFIG, text_kind="legal", kind_rules="legal=1")
+    )
+    assert all(len(r.ids) == NEW_TOKENS for r in results)
+    assert stats.sparse.tiles_skipped == before.sparse.tiles_skipped > 0
+    assert facts(results) != facts(plain)
+    assert not stats.sparse.fallbacks

@@ -16,7 +16,7 @@ from bench.hysparse.report import cells, leads, read_items, summarise, verdicts,
 from bench.hysparse.tables import by_length, by_ratio, of_presses
 from bench.hysparse.tasks import TASKS, make_samples
 from bench.hysparse.texts import KINDS, digest, prose_paragraphs, read_kind
-from bicl.sparse.policy import RATIO_SHARES
+from bicl.sparse.policy import KIND_RULES
 
 
 def words(text: str) -> int:
@@ -164,7 +164,7 @@ def test_a_name_says_how_a_variant_is_run() -> None:
     assert Setup.of("centroids floor") == Setup("centroids", floor=True)
     served = Setup.of("centroids served fitted")
     assert served == Setup("centroids", floor=True, kinds=True, fitted=True)
-    assert served.ratio(0.5, "code") == 0.5 * RATIO_SHARES["code"] < served.ratio(0.5, "other")
+    assert served.ratio(0.5, "code") == 0.5 * KIND_RULES["code"].share < served.ratio(0.5, "other")
     assert Setup.of("centroids floor").ratio(0.5, "code") == 0.5
     small = Setup.of("centroids served pages-32")
     assert small == Setup("centroids", floor=True, kinds=True, page=32)

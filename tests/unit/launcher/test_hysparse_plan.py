@@ -103,6 +103,10 @@ def test_a_file_that_tune_wrote_is_read(tmp_path) -> None:
         (ON + "--hysparse-sparsity-ratio x", ["BICL_HYSPARSE_SPARSITY_RATIO", "float"]),
         (ON + "--hysparse-sparsity-ratio", ["--hysparse-sparsity-ratio needs a value"]),
         (ON + "--hysparse-mode fast", ["--hysparse-mode", "select", "compact"]),
+        (
+            ON + "--hysparse-kind-rules code=0.8:4",
+            ["--hysparse-kind-rules code=0.8:4", "`bicl serve`"],
+        ),
         (ON + "--hysparse-layers 28-10", ["--hysparse-layers 28-10", "smaller number first"]),
         ("--hysparse-sparsity-ratio 0.5", ["needs --enable-hysparse"]),
     ],

@@ -9,8 +9,9 @@ import pytest
 from bicl.cache import manager
 from bicl.errors import ConfigError
 from bicl.sparse import syntax
-from bicl.sparse.config import TEXT_KINDS
-from bicl.sparse.policy import RATIO_SHARES, classify
+from bicl.sparse.config import TEXT_KINDS, HySparseConfig
+from bicl.sparse.policy import KIND_RULES, KindRule, classify, parse_kind_rules
+from bicl.sparse.selection import SelectionRule
 from bicl.sparse.syntax import boundaries, require_parser, to_tokens
 
 PYTHON = inspect.getsource(manager)
@@ -84,8 +85,50 @@ def test_texts_are_told_apart(text: str, kind: str) -> None:
 
 
 def test_no_kind_is_left_out_of_more_than_was_configured() -> None:
-    assert set(RATIO_SHARES) == set(TEXT_KINDS) - {"auto", "off"} | {"other"}
-    assert all(0.0 < share <= 1.0 for share in RATIO_SHARES.values())
+    assert set(KIND_RULES) == set(TEXT_KINDS) - {"auto", "off"} | {"other"}
+    assert all(0.0 < rule.share <= 1.0 for rule in KIND_RULES.values())
+
+
+def test_kind_rules_change_what_they_name() -> None:
+    rules = parse_kind_rules("code=0.7:4, chat=.9, legal=0")
+    assert rules["code"] == KindRule(0.7, 4)
+    assert rules["chat"] == KindRule(0.9, 0)
+    assert rules["legal"] == KindRule(0.0, 0)
+    assert rules["news"] == KIND_RULES["news"]
+    assert parse_kind_rules("") == KIND_RULES
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("code", "KIND=SHARE"),
+        ("poems=0.5", "chat, news, other, code, legal"),
+        ("code=1.2", "0 (dense) to 1"),
+        ("code=0.5:x", "code=0.85:4"),
+        ("code=0.5,", "KIND=SHARE"),
+    ],
+)
+def test_wrong_kind_rules_are_refused(text: str, part: str) -> None:
+    with pytest.raises(ConfigError, match="kind_rules") as caught:
+        parse_kind_rules(text)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("windows", "fits"), [(1, False), (2, True), (8, True), (9, False)])
+def test_windows_of_a_kind_are_no_fewer_than_of_all_and_leave_room(windows: int, fits) -> None:
+    changes = {"kind_rules": f"code=1:{windows}", "max_k": 10, "floor_tokens": 0, "recent": 2}
+    if fits:
+        assert HySparseConfig(**changes).kind_rule("code").windows == windows
+    else:
+        with pytest.raises(ConfigError, match=f"{windows} windows of code"):
+            HySparseConfig(**changes)
+
+
+@pytest.mark.parametrize(("page_size", "tiles"), [(64, 5), (32, 10)])
+def test_a_rule_with_more_windows_counts_them_in_pages(page_size: int, tiles: int) -> None:
+    rule = SelectionRule.of(HySparseConfig(), page_size)
+    assert rule.with_windows(5).recent == tiles
+    assert rule.with_windows(0) == rule.with_windows(2) == rule
 
 
 def lines_at(text: str, places: list[int]) -> list[str]:

@@ -38,6 +38,7 @@ def test_flags_set_the_fields() -> None:
         hysparse_floor_tokens=0,
         hysparse_min_skipped_mb=0,
         hysparse_gate="gate.safetensors",
+        hysparse_kind_rules="code=0.8:4",
         hysparse_force=True,
         hysparse_min_mass_kept=0.8,
     )
@@ -49,6 +50,7 @@ def test_flags_set_the_fields() -> None:
         floor_tokens=0,
         min_skipped_mb=0,
         gate_path="gate.safetensors",
+        kind_rules="code=0.8:4",
         force=True,
     )
     assert settings.guard().min_mass_kept == 0.8
@@ -71,6 +73,11 @@ def test_serve_takes_them_from_flags_and_environment() -> None:
         (ON | {"hysparse_layers": "x"}, ["--hysparse-layers x", "10-28"]),
         (ON | {"hysparse_mode": "fast"}, ["--hysparse-mode fast", "select, compact"]),
         (ON | {"hysparse_max_k": 2}, ["--hysparse-max-k 2", "at least 4"]),
+        (
+            ON | {"hysparse_kind_rules": "code=2"},
+            ["--hysparse-kind-rules code=2", "0 (dense) to 1"],
+        ),
+        (ON | {"hysparse_kind_rules": "code=1:1"}, ["--hysparse-kind-rules", "1 windows of code"]),
         (ON | {"hysparse_min_skipped_mb": -1}, ["--hysparse-min-skipped-mb -1", "use 32"]),
         (ON | {"hysparse_min_mass_kept": 2.0}, ["--hysparse-min-mass-kept", "0 (never) to 1"]),
         (ON | {"hysparse_config": "/nowhere"}, ["--hysparse-config /nowhere", "tune"]),

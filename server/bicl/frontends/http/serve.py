@@ -252,6 +252,8 @@ def _facts(
             "floor_tokens": sparse.floor_tokens,
             "min_skipped_mb": sparse.min_skipped_mb if loaded.device.type == "cuda" else 0,
             "variant": sparse.variant,
+            "text_kind": sparse.text_kind,
+            "kind_rules": sparse.kind_rules,
             "fitted": sparse.gate_path is not None,
         }
     return ModelFacts(

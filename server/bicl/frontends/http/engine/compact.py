@@ -20,6 +20,7 @@ from bicl.sparse.compact import OBSERVED, CompactBackend, Observed, Verdict, tok
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import Signals
 from bicl.sparse.row import SparseRow
+from bicl.sparse.selection import SelectionRule
 
 __all__ = ["REVIEW_TOKENS", "CompactControl"]
 
@@ -154,17 +155,20 @@ class CompactControl:
     # --- inside ------------------------------------------------------------------------------
     def _observe(self, place: int, begin: int, chunk: Chunk) -> Observed | None:
         sequence, end = chunk.sequence, chunk.start + chunk.count
-        row, rule = sequence.sparse, self._backend.rule
+        row = sequence.sparse
         if row is None or row.ratio == 0.0 or chunk.logits is not LogitsNeed.LAST:
             return None
         if chunk.count < OBSERVED or end != len(sequence.ids):
             return None
-        held = end - _dropped(sequence)
+        held, rule = end - _dropped(sequence), self._rule_of(row)
         kept = tokens_to_keep(end, row.ratio, rule)
         if not _spares_pages(held, kept, rule.page_size):
             return None
         forced = self._forced(sequence, row, kept)
-        return Observed(place, begin, begin + chunk.count, held, kept, forced)
+        return Observed(place, begin, begin + chunk.count, held, kept, rule, forced)
+
+    def _rule_of(self, row: SparseRow) -> SelectionRule:
+        return self._backend.rule.with_windows(row.windows)
 
     def _forced(
         self, sequence: Sequence, row: SparseRow, kept: int
@@ -174,7 +178,7 @@ class CompactControl:
             return None
         if _dropped(sequence):
             return self._moved.get(sequence.id)
-        rule = self._backend.rule
+        rule = self._rule_of(row)
         free = (kept - (rule.first + rule.recent) * rule.page_size) // 2
         chosen = row.boundaries[: max(0, free)]
         return self._backend.everywhere(chosen) if chosen else None
@@ -228,7 +232,7 @@ class CompactControl:
         if end - judged < REVIEW_TOKENS and not short:
             return
         self._judged_at[sequence.id] = end
-        rule = self._backend.rule
+        rule = self._rule_of(row)
         kept = tokens_to_keep(end + 1, row.ratio, rule)
         spares = _spares_pages(end + 1 - _dropped(sequence), kept, rule.page_size)
         if spares and self._manager.extend(sequence.pages, end + 1):

@@ -8,7 +8,7 @@ from bicl.errors import ConfigError, InvalidInputError
 from bicl.frontends.http.request import GenerationRequest
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import Guard, GuardBounds
-from bicl.sparse.policy import RATIO_SHARES, classify
+from bicl.sparse.policy import KindRule, classify
 from bicl.sparse.row import SparseRow
 from bicl.sparse.syntax import boundaries, require_parser, to_tokens
 
@@ -40,7 +40,8 @@ class PromptReader:
         self._tokenizer = tokenizer
 
     def begin(self, request: GenerationRequest) -> SparseRow:
-        """A request's own ratio holds as it is; the server's is lowered for some kinds of text.
+        """A request's own ratio holds as it is; of the server's, some kinds of text get less, or
+        more newest windows.
 
         Raises:
             InvalidInputError: syntax awareness without its parser.
@@ -52,10 +53,15 @@ class PromptReader:
         if ratio == 0.0 or len(request.prompt_ids) <= config.floor_tokens:
             return SparseRow(ratio, Guard(self._bounds))  # nothing to leave out of it yet
         kind = self._kind(request) if given is None or aware else ""
-        if given is None:
-            ratio *= RATIO_SHARES.get(kind, 1.0)
+        rule = config.kind_rule(kind) if given is None else KindRule()
         places = self._boundaries(request, kind == "code") if aware else ()
-        return SparseRow(ratio, Guard(self._bounds), kind=kind, boundaries=places)
+        return SparseRow(
+            ratio * rule.share,
+            Guard(self._bounds),
+            kind=kind,
+            windows=rule.windows,
+            boundaries=places,
+        )
 
     def _kind(self, request: GenerationRequest) -> str:
         if self._config.text_kind != "auto":

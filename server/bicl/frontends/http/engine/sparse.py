@@ -134,21 +134,28 @@ class SparseControl:
         )
         if due:
             self._backend.arm({*self._groups.values(), self._layers[self._turn]})
-        keep = self._always_read(chunks, step)
+        keep = self._always_read(rows, step)
         return SparseStep(sparsity, tiles, step.kept, shadow=due, keep=keep)
 
-    def _always_read(self, chunks: SequenceOf[Chunk], step: SparseStep) -> np.ndarray | None:
-        """Pages of boundaries, in half of what a row may choose at most."""
-        rows = [chunk.sequence.sparse for chunk in chunks]
-        if not any(row and row.boundaries and row.ratio for row in rows):
+    def _always_read(
+        self, rows: SequenceOf[SparseRow | None], step: SparseStep
+    ) -> np.ndarray | None:
+        """Pages that a row always reads beside those that all do: of its newest windows as far as
+        they fit, and of boundaries, in half of what it may choose then."""
+        if not any(row and (row.windows or row.boundaries) for row in rows):
             return None
-        keep = np.zeros((len(chunks), int(step.tiles.max())), dtype=bool)
+        rule = self._rule
+        keep = np.zeros((len(rows), int(step.tiles.max())), dtype=bool)
         for place, row in enumerate(rows):
-            if row and row.boundaries and step.skips[place]:
-                free = (int(step.kept[:, place].min()) - self._rule.first - self._rule.recent) // 2
-                pages = dict.fromkeys(token // self._page_size for token in row.boundaries)
-                keep[place, [*pages][: max(0, free)]] = True
-        return keep
+            if row is None or not step.skips[place]:
+                continue
+            free = max(0, int(step.kept[:, place].min()) - rule.first - rule.recent)
+            newest = min(free, rule.with_windows(row.windows).recent - rule.recent)
+            end = int(step.tiles[place]) - rule.recent
+            keep[place, end - newest : end] = True
+            pages = dict.fromkeys(token // self._page_size for token in row.boundaries)
+            keep[place, [*pages][: (free - newest) // 2]] = True
+        return keep if keep.any() else None
 
     def finish(self, chunks: SequenceOf[Chunk]) -> list[Sequence]:
         """Count what the step did; returns the sequences that go back to the full cache.
