@@ -5,6 +5,7 @@
 #include "decode_attention/api.h"
 #include "few_rows_linear/api.h"
 #include "gather/api.h"
+#include "mla_decode/api.h"
 #include "prefill_attention/api.h"
 #include "rms_norm/api.h"
 #include "rotate_and_store/api.h"
@@ -13,6 +14,7 @@
 #include "sparse_select/api.h"
 #include "stage_step/api.h"
 #include "store_kv/api.h"
+#include "store_latent/api.h"
 #include "swiglu/api.h"
 #include "transfer_pages/api.h"
 #include "widen_pages/api.h"
@@ -31,6 +33,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_workspace_bytes, bicl::decode_workspace_byt
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(few_rows_linear, bicl::few_rows_linear_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, bicl::gather_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(index_pages, bicl::index_pages_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mla_decode, bicl::mla_decode_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mla_num_counters, bicl::mla_num_counters);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mla_workspace_bytes, bicl::mla_workspace_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_prefill, bicl::plan_prefill_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_attention, bicl::prefill_attention_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_uses_wgmma, bicl::prefill_uses_wgmma_api);
@@ -44,6 +49,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_tiles, bicl::select_tiles_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(small_copies, bicl::small_copies_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_and_index, bicl::store_and_index_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_kv, bicl::store_kv_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_latent, bicl::store_latent_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(swiglu, bicl::swiglu_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transfer_pages, bicl::transfer_pages_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(widen_pages, bicl::widen_pages_api);

@@ -31,9 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from support.cases import Step
 from support.device import DEVICE, decode_step, stored_step
+from support.latent import latent_step
 
 from bench.kernels.machine import commit, sources
 from bicl.attention.cuda import CudaBackend
+from bicl.attention.mla import LatentAttention
 from bicl.attention.pool import LayerCache
 from bicl.attention.results import ResultCopies
 from bicl.attention.rotary import Rotary
@@ -175,6 +177,19 @@ def choose(shape: Shape) -> None:
             )  # type: ignore[misc]
 
 
+def latent(heads: int) -> None:
+    attention = LatentAttention(DEVICE, max_batch=5, num_heads=heads)
+    # Parts of one sequence in many CTAs, whole ones beside parts, and none.
+    for lengths in ([3000], [1, 65, 0, 700, 64], [9000, 9000, 200, 130, 64]):
+        step = latent_step(attention, lengths, torch.bfloat16, heads=heads)
+        for _ in range(2):
+            attention.decode(
+                *(step.query, step.layer, step.page_table, step.cache_seqlens),
+                scale=0.1,
+                return_lse=True,
+            )
+
+
 def stage() -> None:
     def ids(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=DEVICE)
@@ -248,6 +263,7 @@ GROUPS: dict[str, tuple[Callable[[], None], ...]] = {
     "prefill, fp8": (partial(prefill, FP8, {}),),
     "prefill, mma": tuple(partial(prefill, shape, SM80) for shape in (BF16, NARROW_TILES, FP8)),
     "choice of pages": (partial(choose, BF16),),
+    "latent attention": tuple(partial(latent, heads) for heads in (16, 20, 100)),
     "inputs of a step": (stage,),
     "results of a step": (results,),
     "parts of a layer": (layers,),

@@ -49,7 +49,7 @@ def _planes_of_page(layout: PageLayout) -> np.ndarray:
     if layout.planes != 2:
         raise UnsupportedError(
             f"the CPU operators read pages of 2 planes (K and V), got planes={layout.planes}; "
-            "latent (MLA) pages are not available on the CPU backend"
+            "latent (MLA) pages are for bicl.attention.mla"
         )
     return np.arange(layout.num_kv_heads * 2, dtype=np.int64).reshape(-1, 2)
 

@@ -42,6 +42,8 @@ HEADERS = {
     "bicl::prefill::mma::kernel": "prefill_attention/mma/kernel.cuh",
     "bicl::prefill::sm90::kernel": "prefill_attention/sm90/kernel.cuh",
     "bicl::prefill::plan_kernel": "prefill_attention/plan_kernel.cuh",
+    "bicl::mla::decode_kernel": "mla_decode/kernel.cuh",
+    "bicl::store_latent_kernel": "store_latent/kernel.cuh",
     "bicl::compact_tokens_kernel": "compact_tokens/kernel.cuh",
     "bicl::widen_pages_kernel": "widen_pages/kernel.cuh",
     "bicl::sparse::index_pages_kernel": "sparse_select/index.cuh",
