@@ -19,6 +19,7 @@ from bench.kernels import (
     bench_decode_attention,
     bench_launch,
     bench_layer,
+    bench_mla_decode,
     bench_prefill_attention,
     bench_sm80,
     bench_store_kv,
@@ -28,9 +29,15 @@ from bench.kernels import (
 from bench.kernels.arena import Arena
 from bench.kernels.impls import Contestant, Registry, load
 from bench.kernels.report import Report, markdown_table
-from bench.kernels.shapes import DECODE_SHAPES, HEADS, MAIN_HEADS, PREFILL_SHAPES
+from bench.kernels.shapes import (
+    DECODE_SHAPES,
+    HEADS,
+    LATENT_HEADS,
+    MAIN_HEADS,
+    PREFILL_SHAPES,
+)
 
-SECTIONS = ("check", "decode", "layer", "prefill", "store", "launch", "sm80")
+SECTIONS = ("check", "decode", "layer", "prefill", "store", "launch", "mla", "sm80")
 _ARENA_BYTES = 18 << 30
 _STARTED = time.monotonic()
 
@@ -65,32 +72,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log(f"contestants: {[c.name for c in registry.decode]}; missing: {registry.missing}")
     arena = Arena(_ARENA_BYTES)
     if "check" in options.sections:
-        _check(report, arena, registry.decode, registry.prefill)
+        _check(report, arena, registry.decode, registry.prefill, registry.mla)
     heads = [h for h in HEADS if str(h) in options.heads]
     with torch.inference_mode():
         for section in options.sections:
             _run(section, report, arena, registry, heads, options)
     report.meta["card_after"] = machine.card_state()
     report.save()
-    for op, count in (("decode", heads), ("prefill", [MAIN_HEADS])):
+    for op, count in (("decode", heads), ("prefill", [MAIN_HEADS]), ("mla", [LATENT_HEADS])):
         for number in count:
             print(f"\n{op} {number}, us\n\n{markdown_table(report.rows, op, str(number))}")
     return 0
 
 
 def _check(
-    report: Report, arena: Arena, decode: list[Contestant], prefill: list[Contestant]
+    report: Report,
+    arena: Arena,
+    decode: list[Contestant],
+    prefill: list[Contestant],
+    mla: list[Contestant],
 ) -> None:
     """Check contestants against the reference; those that fail leave the lists."""
-    for op, contestants, error_of in (
-        ("decode", decode, check.decode_error),
-        ("prefill", prefill, check.prefill_error),
+    for op, contestants, error_of, heads in (
+        ("decode", decode, check.decode_error, MAIN_HEADS),
+        ("prefill", prefill, check.prefill_error, MAIN_HEADS),
+        ("mla", mla, check.mla_error, LATENT_HEADS),
     ):
         right: list[Contestant] = []
         for contestant in contestants:
             cell = f"{op} {contestant.name}"
             try:
-                error = error_of(contestant, arena, MAIN_HEADS)
+                error = error_of(contestant, arena, heads)
             except Exception as failure:
                 report.skip(cell, f"check failed: {type(failure).__name__}: {failure}")
                 _log(f"check {cell}: {failure}")
@@ -140,9 +152,18 @@ def _run(
         bench_store_kv.run(report, arena, registry.store, rounds=options.rounds, log=_log)
     elif section == "launch":
         bench_launch.run(report, arena, registry, log=_log)
+    elif section == "mla":
+        bench_mla_decode.run(
+            report,
+            arena,
+            registry.mla,
+            rounds=options.rounds,
+            shapes=options.decode_shapes,
+            log=_log,
+        )
     elif section == "sm80":
         older = registry.sm80_decode, registry.sm80_prefill
-        _check(report, arena, *older)
+        _check(report, arena, *older, [])
         bench_sm80.run(report, arena, *older, rounds=options.rounds, log=_log)
 
 

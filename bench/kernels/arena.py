@@ -12,13 +12,14 @@ from functools import cached_property
 
 import torch
 
-from bench.kernels.shapes import HEAD_DIM, Heads, PrefillShape, kv_bytes
+from bench.kernels.shapes import HEAD_DIM, Heads, PrefillShape, kv_bytes, latent_bytes
 from bench.timing import num_rotations
 from bicl.attention.metadata import AttentionMetadata
+from bicl.attention.mla import LATENT_DIM
 from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
 
-__all__ = ["Arena", "PagedBatch"]
+__all__ = ["Arena", "LatentBatch", "PagedBatch"]
 
 _CHUNK = 1 << 28
 
@@ -172,3 +173,18 @@ class PagedBatch:
             )
             for table in self.page_tables(page_size)
         ]
+
+
+class LatentBatch(PagedBatch):
+    """One decode step over latents: 576 elements a token for all heads, in pages of 64."""
+
+    @classmethod
+    def decode(cls, arena: Arena, heads: Heads, lengths: tuple[int, ...]) -> LatentBatch:
+        rotations = num_rotations(latent_bytes(lengths), arena.num_bytes)
+        return cls(arena, heads, lengths, (1,) * len(lengths), cls._fitting(lengths, rotations))
+
+    @cached_property
+    def query(self) -> torch.Tensor:
+        """bf16 ``[batch, query heads, 576]``."""
+        shape = (len(self.lengths), self.heads.query, LATENT_DIM)
+        return torch.randn(shape, dtype=torch.bfloat16, device=self.arena.device)

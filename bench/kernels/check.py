@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from bench.kernels.arena import Arena, PagedBatch
+from bench.kernels.arena import Arena, LatentBatch, PagedBatch
 from bench.kernels.impls import Contestant, Prepared, Unsupported
 from bench.kernels.shapes import HEAD_DIM, Heads
 from bicl.attention import reference
+from bicl.attention.mla import LATENT_DIM
 
-__all__ = ["TOLERANCE", "decode_error", "prefill_error", "relative_error"]
+__all__ = ["TOLERANCE", "decode_error", "mla_error", "prefill_error", "relative_error"]
 
 TOLERANCE = 1e-2
 """Largest relative error (Frobenius) taken for correct; bf16 outputs round at about 2e-3."""
@@ -41,6 +42,16 @@ def prefill_error(contestant: Contestant, arena: Arena, heads: Heads) -> float:
     return _error(contestant, arena, heads, _CHUNKS, _EVEN_CHUNKS)
 
 
+def mla_error(contestant: Contestant, arena: Arena, heads: Heads) -> float:
+    """The same for a decode step over latents."""
+    lengths = tuple(total for _, total in _RAGGED)
+    batch = LatentBatch(arena, heads, lengths, (1,) * len(lengths), rotations=2)
+    prepared = contestant.prepare(batch)
+    prepared.settle()
+    result = prepared.packed(prepared.calls[0]()).float().cpu()
+    return relative_error(result, _truth(batch, prepared, LATENT_DIM**-0.5))
+
+
 def _error(
     contestant: Contestant,
     arena: Arena,
@@ -54,7 +65,7 @@ def _error(
         batch, prepared = _prepare(contestant, arena, heads, even)
     prepared.settle()
     result = prepared.packed(prepared.calls[0]()).float().cpu()
-    return relative_error(result, _truth(batch, prepared))
+    return relative_error(result, _truth(batch, prepared, HEAD_DIM**-0.5))
 
 
 def _prepare(
@@ -68,13 +79,13 @@ def _prepare(
     return batch, contestant.prepare(batch)
 
 
-def _truth(batch: PagedBatch, prepared: Prepared) -> torch.Tensor:
+def _truth(batch: PagedBatch, prepared: Prepared, scale: float) -> torch.Tensor:
     bounds = batch.cu_seqlens_q.tolist()
     query = batch.query.float().cpu()
     parts = []
     for index in range(len(batch.lengths)):
         key, value = (part.float().cpu() for part in prepared.key_value(index))
         rows = query[bounds[index] : bounds[index + 1]]
-        out, _ = reference.attention(rows, key, value, scale=HEAD_DIM**-0.5, causal=True)
+        out, _ = reference.attention(rows, key, value, scale=scale, causal=True)
         parts.append(out)
     return torch.cat(parts)

@@ -9,13 +9,16 @@ __all__ = [
     "DECODE_SHAPES",
     "HEADS",
     "HEAD_DIM",
+    "LATENT_HEADS",
     "MAIN_HEADS",
+    "MLA_SHAPES",
     "PREFILL_SHAPES",
     "STORE_TOKENS",
     "Heads",
     "PrefillShape",
     "causal_pairs",
     "kv_bytes",
+    "latent_bytes",
     "prefill_flops",
     "store_bytes",
 ]
@@ -39,6 +42,14 @@ class Heads:
         return self.query // self.kv
 
 
+class LatentHeads(Heads):
+    """Query heads over one latent of 576 elements a token (MLA)."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} d576"
+
+
+LATENT_HEADS = LatentHeads(16, 1)
 MAIN_HEADS = Heads(32, 8)
 HEADS = (MAIN_HEADS, Heads(32, 32), Heads(64, 8))
 
@@ -66,6 +77,8 @@ DECODE_SHAPES: dict[str, tuple[int, ...]] = dict(
     ]
 )
 """Context lengths of each decode batch; ``BxC`` is batch x context."""
+
+MLA_SHAPES = tuple(DECODE_SHAPES)[:8]
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,11 @@ def kv_bytes(
 ) -> int:
     """Bytes of K and V that a decode step must read."""
     return sum(lengths) * kv_heads * head_dim * element_bytes * 2
+
+
+def latent_bytes(lengths: Sequence[int]) -> int:
+    """Bytes that a decode step over 16-bit latents must read."""
+    return sum(lengths) * 576 * 2
 
 
 def causal_pairs(new: int, total: int) -> int:

@@ -73,6 +73,7 @@ class Registry:
 
     Attributes:
         layer: store of the newest token, then decode.
+        mla: decode over latents; prepared from a ``LatentBatch``.
         sm80_decode, sm80_prefill: the path for older cards, forced; measured apart.
         launch, plan: a name, and what makes the callable whose host time counts.
         store: ours; its rivals are torch operators.
@@ -81,6 +82,7 @@ class Registry:
     decode: list[Contestant] = field(default_factory=list)
     layer: list[Contestant] = field(default_factory=list)
     prefill: list[Contestant] = field(default_factory=list)
+    mla: list[Contestant] = field(default_factory=list)
     sm80_decode: list[Contestant] = field(default_factory=list)
     sm80_prefill: list[Contestant] = field(default_factory=list)
     launch: dict[str, Callable[[PagedBatch], Callable[[], object]]] = field(default_factory=dict)
@@ -92,10 +94,19 @@ class Registry:
 
 def load() -> Registry:
     """Import every contestant. A peer that is not installed is listed as missing."""
-    from bench.kernels.impls import bicl, bicl_token_major, flash_attention3, flashinfer, sdpa
+    from bench.kernels.impls import (
+        bicl,
+        bicl_latent,
+        bicl_token_major,
+        flash_attention3,
+        flash_mla,
+        flashinfer,
+        sdpa,
+    )
 
     registry = Registry()
-    for module in (bicl, bicl_token_major, flashinfer, flash_attention3, sdpa):
+    ours = (bicl, bicl_token_major, bicl_latent)
+    for module in (*ours, flashinfer, flash_attention3, flash_mla, sdpa):
         try:
             module.register(registry)
         except ImportError as error:

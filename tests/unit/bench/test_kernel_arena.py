@@ -3,13 +3,21 @@
 import pytest
 import torch
 
-from bench.kernels.arena import Arena, PagedBatch
-from bench.kernels.check import TOLERANCE, decode_error, prefill_error, relative_error
+from bench.kernels.arena import Arena, LatentBatch, PagedBatch
+from bench.kernels.check import (
+    TOLERANCE,
+    decode_error,
+    mla_error,
+    prefill_error,
+    relative_error,
+)
 from bench.kernels.impls import Contestant, Prepared
 from bench.kernels.impls.bicl import key_value as tiled_key_value
+from bench.kernels.impls.bicl_latent import latents
 from bench.kernels.impls.token_major import key_value
-from bench.kernels.shapes import HEAD_DIM, Heads
+from bench.kernels.shapes import HEAD_DIM, LATENT_HEADS, Heads, latent_bytes
 from bicl.attention import reference
+from bicl.attention.mla import LatentAttention, latent_layout
 from bicl.cache.layout import PageLayout
 
 HEADS = Heads(4, 2)
@@ -93,3 +101,30 @@ def test_a_right_contestant_passes_and_a_wrong_one_does_not(arena, error_of):
 def test_an_output_that_is_no_number_is_infinitely_wrong():
     truth = torch.ones(2)
     assert relative_error(torch.tensor([1.0, float("nan")]), truth) == float("inf")
+
+
+def latent_contestant(factor: float) -> Contestant:
+    def prepare(batch: PagedBatch) -> Prepared:
+        attention = LatentAttention("cpu", max_batch=8, num_heads=16)
+        layer = batch.arena.tiles(latent_layout(torch.bfloat16), batch.num_pages(64))
+        table = batch.page_tables(64)[0]
+
+        def call() -> torch.Tensor:
+            out = attention.decode(batch.query, layer, table, batch.cache_seqlens, scale=576**-0.5)
+            return out * factor
+
+        return Prepared([call], lambda index: latents(layer, table, batch.lengths, index))
+
+    return Contestant("twin", prepare)
+
+
+def test_contestants_over_latents_are_checked_too(arena):
+    assert mla_error(latent_contestant(1.0), arena, LATENT_HEADS) < TOLERANCE
+    assert mla_error(latent_contestant(1.1), arena, LATENT_HEADS) == pytest.approx(0.1, rel=0.02)
+
+
+def test_sets_of_latents_fit_into_the_arena(arena):
+    batch = LatentBatch.decode(arena, LATENT_HEADS, (4096, 1))
+    assert batch.num_pages(64) * 64 * 1152 <= arena.num_bytes
+    assert batch.query.shape == (2, 16, 576)
+    assert latent_bytes(batch.lengths) == 4097 * 1152

@@ -5,10 +5,13 @@ import pytest
 from bench.kernels.shapes import (
     DECODE_SHAPES,
     HEADS,
+    LATENT_HEADS,
+    MLA_SHAPES,
     PREFILL_SHAPES,
     PrefillShape,
     causal_pairs,
     kv_bytes,
+    latent_bytes,
     prefill_flops,
     store_bytes,
 )
@@ -29,6 +32,12 @@ from bench.kernels.shapes import (
 )
 def test_kv_bytes_agree_with_the_published_peer_table(shape, kv_heads, megabytes):
     assert kv_bytes(DECODE_SHAPES[shape], kv_heads) / 1e6 == pytest.approx(megabytes, abs=0.06)
+
+
+def test_latents_are_measured_at_the_shapes_of_the_published_peer_table():
+    assert str(LATENT_HEADS) == "16/1 d576"
+    megabytes = [latent_bytes(DECODE_SHAPES[shape]) / 1e6 for shape in MLA_SHAPES]
+    assert [round(x, 1) for x in megabytes] == [4.7, 37.7, 37.7, 151.0, 151.0, 151.0, 604.0, 110.9]
 
 
 def test_fp8_halves_the_bytes():
