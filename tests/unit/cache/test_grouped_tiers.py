@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 from simulated_pool import Run, SimulatedMover, SimulatedPool
 
 from bicl.cache.groups import GroupedManager
+from bicl.cache.keys import Namespace, PageChain, root_key
 from bicl.cache.tiers import Done, PageTiers, PageTwins
 from bicl.errors import ConfigError
 
@@ -136,6 +137,7 @@ def test_a_prefix_whose_twins_left_comes_back_in_both_groups(pools) -> None:
     assert pool.whole([*range(33)], keeps=9) == 0
     assert pool.whole([*range(100, 133)], keeps=9) == 0  # takes all of the second group
     assert pool.manager.cached_tokens([*range(33)]) < 32
+    assert pool.tiers.settle(10)
     assert pool.whole([*range(33)], keeps=9) == 32
     assert pool.manager.stats.host_hit_tokens > 0
 
@@ -145,9 +147,52 @@ def test_pages_that_leave_at_once_are_saved_first(pools) -> None:
     pool = pools(60, 9, 60)
     for number in range(5):
         pool.whole([number * 100 + n for n in range(33)], keeps=None)
+    assert pool.tiers.settle(10)
     assert pool.tiers.stats().dropped_saves == 0
     for number in range(5):
+        assert pool.tiers.settle(10)
         assert pool.whole([number * 100 + n for n in range(33)]) == 32
+
+
+def test_a_copy_that_fails_for_pages_that_leave_at_once_costs_them_alone(pools) -> None:
+    pool = pools(60, 9, 60)
+    save = pool.mover.save
+
+    def fails(*arguments):
+        pool.mover.save = save
+        raise OSError("bus error")
+
+    pool.mover.save = fails
+    for number in range(3):
+        pool.whole([number * 100 + n for n in range(33)])
+    assert pool.tiers.settle(10)
+    stats = pool.tiers.stats()
+    assert stats.failures["copy"] == 1
+    assert stats.saved_pages == 16
+    assert stats.dropped_saves == 8
+    assert pool.tiers.check_integrity()
+    assert pool.whole([*range(33)]) == 0
+    assert pool.whole([*range(200, 233)]) == 32
+
+
+def test_pages_that_find_no_slot_are_left_out(pools) -> None:
+    """All of host memory is on its way into the pool."""
+    pool = pools(60, 9, 8)
+    pool.whole([*range(33)])
+    pool.whole([*range(100, 133)])
+    assert pool.tiers.settle(10)
+    held = pool.tiers.reserve(chain_of([*range(100, 133)]), 0, 8)
+    assert held.num_pages == 8
+    pool.whole([*range(200, 233)])
+    pool.whole([*range(300, 333)])  # takes the pages of those before at once
+    held.drop()
+    assert pool.tiers.settle(10)
+    assert pool.tiers.stats().dropped_saves >= 8
+    assert pool.tiers.check_integrity()
+
+
+def chain_of(ids: list[int]) -> PageChain:
+    return PageChain(ids, PAGE, [root_key(Namespace())])
 
 
 def test_what_was_relaid_is_never_saved(pools) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 
 from bicl.cache.keys import PageChain
 from bicl.cache.tiers.host import HostStore
@@ -32,7 +33,6 @@ class _Batch:
     issuing: bool = False
     copy: Copy | None = None
     lost: bool = False  # flushed while it was copied
-    slots: list[int] = field(default_factory=list)
 
 
 class SaveQueue:
@@ -64,7 +64,6 @@ class SaveQueue:
         self._by_page: dict[int, _Batch] = {}
         self._keys: set[bytes] = set()
         self._closing = False
-        self._hurried = False  # somebody waits for pages that wait here
         self._work = threading.Condition(lock)
         self._thread = threading.Thread(target=self._loop, name="bicl-tier-save", daemon=True)
         self._thread.start()
@@ -102,14 +101,16 @@ class SaveQueue:
                 batch = self._by_page.get(page)
                 if batch is None:
                     continue
-                if finish:
-                    self._let_begin(page, batch)
-                elif batch.issuing:
+                if batch.issuing:
                     self._changed.wait_for(lambda b=batch: not b.issuing)  # type: ignore[misc]
+                elif finish and batch.copy is None:
+                    self._issue_early(batch)
+                if self._by_page.get(page) is not batch:  # its copy failed, or found no slot
+                    continue
                 if batch.copy is not None:
                     issued.append(batch.copy)
-                elif (block := batch.pages.pop(page, None)) is not None:
-                    self._drop(page, block)
+                else:
+                    self._drop(page, batch.pages.pop(page))
         for copy in issued:
             copy.join()
 
@@ -130,7 +131,6 @@ class SaveQueue:
         with self._changed:
             self._closing = True
             self._work.notify()
-            self._changed.notify_all()
         self._thread.join()
 
     def _replace(self, page: int) -> None:
@@ -143,19 +143,11 @@ class SaveQueue:
     def _open_batch(self, after: object) -> _Batch:
         """The last batch that waits, if there is room in it, no longer in the queue; or a new one.
         What was issued before ``after`` was issued before the batch's own mark, too."""
-        if self._waiting and len(self._waiting[-1].pages) < BATCH_PAGES:
-            batch = self._waiting.pop()
-            batch.after = after
-            return batch
-        return _Batch({}, after)
-
-    def _let_begin(self, page: int, batch: _Batch) -> None:
-        """Wait until a page's copy is issued, or will not be."""
-        self._hurried = True
-        self._work.notify()
-        self._changed.wait_for(
-            lambda: self._closing or batch.copy is not None or self._by_page.get(page) is not batch
-        )
+        last = self._waiting[-1] if self._waiting else None
+        if last is None or last.copy is not None or len(last.pages) == BATCH_PAGES:
+            return _Batch({}, after)
+        last.after = after
+        return self._waiting.pop()
 
     def _drop(self, page: int, block: Block) -> None:
         del self._by_page[page]
@@ -167,15 +159,15 @@ class SaveQueue:
         while True:
             with self._changed:
                 self._work.wait_for(lambda: self._waiting or self._closing)
-                self._work.wait_for(lambda: self._closing or self._hurried, LINGER_SECONDS)
+                self._work.wait_for(lambda: self._closing, LINGER_SECONDS)
                 if self._closing:
                     return
                 if not self._waiting:
-                    self._hurried = False
                     continue
                 batch = self._waiting.popleft()
-                self._take_slots(batch)
-                batch.issuing = True
+                if batch.copy is None:
+                    self._take_slots(batch)
+                    batch.issuing = True
             if batch.pages:
                 self._copy(batch)
 
@@ -188,34 +180,54 @@ class SaveQueue:
             else:
                 block.place = slot
 
+    def _issue_early(self, batch: _Batch) -> None:
+        """On the thread that claims: the other one may be waiting for copies ahead of these. The
+        lock is held."""
+        self._take_slots(batch)
+        if batch.pages:
+            self._issue(batch)
+            if batch.copy is None:
+                self._waiting.remove(batch)
+                self._finish(batch, failed=True)
+
+    def _issue(self, batch: _Batch) -> None:
+        """Begin the copies of a batch whose slots are chosen; it has no ``copy`` if that fails."""
+        slots = [block.place for block in batch.pages.values()]
+        with suppress(Exception):
+            batch.copy = self._mover.save(list(batch.pages), self._host.arena, slots, batch.after)
+
     def _copy(self, batch: _Batch) -> None:
-        pages, blocks = list(batch.pages), list(batch.pages.values())
-        failed = False
-        try:
-            slots = [block.place for block in blocks]
-            copy = self._mover.save(pages, self._host.arena, slots, batch.after)
+        if batch.issuing:
+            self._issue(batch)
+        failed = batch.copy is None
+        if batch.copy is not None:
             with self._changed:
-                batch.issuing, batch.copy = False, copy
+                batch.issuing = False
                 self._changed.notify_all()
-            copy.wait()
-        except Exception:
-            failed = True
+            try:
+                batch.copy.wait()
+            except Exception:
+                failed = True
         with self._changed:
-            batch.issuing = False
-            if failed:
-                self._stats.failures["copy"] += 1
-            arrived = []
-            for page, block in zip(pages, blocks, strict=True):
-                if self._by_page.get(page) is batch:
-                    del self._by_page[page]
-                self._keys.discard(block.key)
-                if failed or batch.lost:
-                    self._host.give_back(block.place)
-                    self._stats.dropped_saves += 1
-                else:
-                    self._host.add(block)
-                    arrived.append(block)
-            self._stats.saved_pages += len(arrived)
-            self._stats.saved_bytes += len(arrived) * self._host.arena.slot_bytes
-            self._saved(arrived)
-            self._changed.notify_all()
+            self._finish(batch, failed=failed)
+
+    def _finish(self, batch: _Batch, *, failed: bool) -> None:
+        """Its copies ended. The lock is held."""
+        batch.issuing = False
+        if failed:
+            self._stats.failures["copy"] += 1
+        arrived = []
+        for page, block in batch.pages.items():
+            if self._by_page.get(page) is batch:
+                del self._by_page[page]
+            self._keys.discard(block.key)
+            if failed or batch.lost:
+                self._host.give_back(block.place)
+                self._stats.dropped_saves += 1
+            else:
+                self._host.add(block)
+                arrived.append(block)
+        self._stats.saved_pages += len(arrived)
+        self._stats.saved_bytes += len(arrived) * self._host.arena.slot_bytes
+        self._saved(arrived)
+        self._changed.notify_all()
