@@ -10,7 +10,7 @@ from bench import reuse
 from bench.kernels.counter_rows import table as counter_table
 from bench.kernels.report import find, load_report
 from bench.kernels.shapes import DECODE_SHAPES, PREFILL_SHAPES
-from bench.summary import decode_table, prefill_table
+from bench.summary import decode_table, mla_table, prefill_table
 from bench.targets import best_peer, fastest, verdicts
 from bench.tgi import summary as tgi
 
@@ -71,6 +71,11 @@ def test_the_kernels_page_has_the_files_decode_times() -> None:
         expected = [floor, ours, ours / floor, fixed, half, peer[1], ours / peer[1]]
         digits = (1, 1, 2, 1, 1, 1, 2)
         assert told == [f"{x:.{n}f}" for x, n in zip(expected, digits, strict=True)], name
+
+
+def test_the_kernels_page_has_the_files_times_over_latents() -> None:
+    missing = [row for row in rows_of(mla_table(ROWS)) if row not in KERNELS_PAGE]
+    assert missing == [], "paste what `python -m bench.summary` prints"
 
 
 def test_the_kernels_page_has_the_files_graphs_captured_at_other_lengths() -> None:
@@ -165,6 +170,15 @@ def test_the_hysparse_page_has_the_files_times_on_pages_of_32() -> None:
         assert (name, [number.replace(",", "") for number in numbers]) == (row["shape"], expected)
     verdicts = [line.split()[0] for line in result["targets"]]
     assert f"{verdicts.count('pass')} of {len(verdicts)} targets are met" in HYSPARSE_PAGE
+
+
+def test_the_hysparse_page_has_the_files_newest_windows() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "hysparse-recent.json").read_text())["rows"]
+    told = cells_below(HYSPARSE_PAGE, "| newest windows |")
+    for name, *errors in told:
+        own = [row for row in rows if name == f"{row['kind']}, {row['ratio']:.2f}"]
+        assert errors == [f"{100 * row['error']:.2f} %" for row in own], name
+    assert len(told) == len({row["kind"] for row in rows})
 
 
 def test_the_reuse_page_has_the_files_side_streams() -> None:
