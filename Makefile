@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8080
 MODEL ?= bundled
 IMAGE ?= embedded
-SANITIZED := sm90_(bf16|e4m3)_d128_t64|sm90_fp16_d96_t32|sm80_bf16_d128_t64|sm90_bf16_(bf16|e4m3)_d128|mma_bf16_d128|mma_fp16_d96
+SANITIZED := sm90_(bf16|e4m3)_d128_t64|sm90_fp16_(fp16_)?d96_t32|sm80_bf16_d128_t64|sm90_bf16_(bf16|e4m3)_d128|mma_bf16_d128|mma_fp16_d96
 PYTEST := $(BIN)/python -m pytest -c server/pyproject.toml
 
 .DEFAULT_GOAL := help

@@ -29,7 +29,8 @@ inline int64_t prefill_workspace_bytes_api(int64_t num_tokens, int64_t batch, in
   return prefill_workspace_bytes(num_tokens, batch, group, padded_head_dim, device_info(device).num_sms);
 }
 
-// Whether prefill multiplies these pages with wgmma; otherwise with mma.sync, at a quarter to a half of the speed.
+// Whether prefill multiplies these pages with wgmma (whose tiles are as long as the page: of 64 tokens or of 32);
+// otherwise with mma.sync, at a quarter to a half of the speed.
 inline bool prefill_uses_wgmma_api(TensorView pages, int64_t page_size) {
   return prefill_uses_sm90(pages_of(pages, page_size, 1.0, 1.0), device_info(pages.device().device_id));
 }

@@ -22,11 +22,11 @@ const char* name_of(Family family) { return family == Family::kSm90 ? "sm_90a" :
 Launcher find(const Variant& wanted) {
   for (const auto& [v, launcher] : registry())
     if (v.family == wanted.family && v.query == wanted.query && v.stored == wanted.stored &&
-        v.padded_head_dim == wanted.padded_head_dim)
+        v.padded_head_dim == wanted.padded_head_dim && v.tile == wanted.tile)
       return launcher;
   std::string dims;
   for (const auto& [v, launcher] : registry())
-    if (v.family == wanted.family && v.query == wanted.query && v.stored == wanted.stored)
+    if (v.family == wanted.family && v.query == wanted.query && v.stored == wanted.stored && v.tile == wanted.tile)
       dims += (dims.empty() ? "" : ", ") + std::to_string(v.padded_head_dim);
   throw std::runtime_error("prefill_attention: no " + std::string(name_of(wanted.family)) +
                            " kernel for padded head_dim " + std::to_string(wanted.padded_head_dim) +
@@ -41,16 +41,18 @@ void register_launcher(const Variant& variant, Launcher launcher) { registry().e
 
 bool prefill_uses_sm90(const Pages& pages, const DeviceInfo& device) {
   const int d = pages.padded_head_dim;
-  if (device.major != 9 || pages.page_size != 64 || pages.tile != 64) return false;
-  if (is_fp8(pages.dtype)) return pages.dtype == DType::kFloat8E4M3 && (d == 64 || d == 128);
-  return d == 64 || d == 128 || d == 192 || d == 256;
+  if (device.major != 9 || pages.page_size != pages.tile) return false;
+  if (is_fp8(pages.dtype))
+    return pages.dtype == DType::kFloat8E4M3 && pages.tile == 64 && (d == 64 || d == 128);
+  return d == 64 || d == 128 || d == 192 || d == 256 || (pages.tile == 32 && (d == 96 || d == 160));
 }
 
 void prefill_attention(const PrefillParams& p, bool force_sm80, int device, cudaStream_t stream) {
   const DeviceInfo& info = device_info(device);
-  const auto family =
-      !force_sm80 && prefill_uses_sm90(p.pages, info) ? prefill::Family::kSm90 : prefill::Family::kMma;
-  prefill::find({family, p.query_dtype, p.pages.dtype, p.pages.padded_head_dim})(p, info.num_sms, stream);
+  const bool sm90 = !force_sm80 && prefill_uses_sm90(p.pages, info);
+  const auto family = sm90 ? prefill::Family::kSm90 : prefill::Family::kMma;
+  const int tile = sm90 ? p.pages.tile : 0;
+  prefill::find({family, p.query_dtype, p.pages.dtype, p.pages.padded_head_dim, tile})(p, info.num_sms, stream);
 }
 
 }  // namespace bicl

@@ -16,6 +16,7 @@ struct Variant {
   DType query;
   DType stored;
   int padded_head_dim;
+  int tile;  // of kSm90's kernels, whose pages are as long; 0 for kMma's, which take any
 };
 
 void register_launcher(const Variant& variant, Launcher launcher);

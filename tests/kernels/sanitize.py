@@ -64,6 +64,7 @@ LAST_WAVE = [(64, 2304)] * 34  # of 136 equal tiles 132 are one wave; the keys o
 
 BF16 = PageLayout(2, 128, torch.bfloat16), 4, torch.bfloat16
 NARROW_TILES = PageLayout(1, 96, torch.float16, 32, 32), 12, torch.float16
+PAGES_OF_32 = PageLayout(2, 128, torch.bfloat16, 32, 32), 4, torch.bfloat16
 FP8 = PageLayout(2, 128, torch.float8_e4m3fn), 4, torch.bfloat16
 Shape = tuple[PageLayout, int, torch.dtype]
 
@@ -259,6 +260,10 @@ GROUPS: dict[str, tuple[Callable[[], None], ...]] = {
     "decode, fp8": (partial(decode, FP8, STREAM_K, CLUSTERS, CUT_BY_KEYS),),
     "decode, sm_80": (partial(decode, BF16, SM80),),
     "prefill": (partial(prefill, BF16, {}, CUT_BY_KEYS),),
+    "prefill, pages of 32": (
+        partial(prefill, PAGES_OF_32, {}, CUT_BY_KEYS),
+        partial(prefill, NARROW_TILES, {}),
+    ),
     "prefill, last wave": (partial(prefill, BF16, {}, lengths=LAST_WAVE),),
     "prefill, fp8": (partial(prefill, FP8, {}),),
     "prefill, mma": tuple(partial(prefill, shape, SM80) for shape in (BF16, NARROW_TILES, FP8)),

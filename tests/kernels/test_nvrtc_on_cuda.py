@@ -61,9 +61,12 @@ CASES = {
         "test_mla_decode.py::test_a_graph_is_right_for_other_lengths[16]",
         "test_mla_decode.py::test_any_number_of_heads[torch.float16-100]",
     ],
-    ("prefill4sm90", "plan_kernel"): [f"{PREFILL}[torch.bfloat16-128-chunk on a long prefix]"],
-    ("prefill4sm90", "__nv_fp8_e4m3"): [f"{PREFILL}[torch.float8_e4m3fn-128-ragged]"],
-    ("prefill3mma", "__nv_fp8_e5m2"): [f"{PREFILL}[torch.float8_e5m2-64-ragged]"],
+    ("prefill4sm90", "plan_kernel"): [
+        f"{PREFILL}[torch.bfloat16-128-chunk on a long prefix-pages of 64]"
+    ],
+    ("prefill4sm90", "Li128ELi32E"): [f"{PREFILL}[torch.bfloat16-128-ragged-pages of 32]"],
+    ("prefill4sm90", "__nv_fp8_e4m3"): [f"{PREFILL}[torch.float8_e4m3fn-128-ragged-pages of 64]"],
+    ("prefill3mma", "__nv_fp8_e5m2"): [f"{PREFILL}[torch.float8_e5m2-64-ragged-pages of 64]"],
     (
         "index_pages_kernel",
         "29rotate_store_and_index_kernel",

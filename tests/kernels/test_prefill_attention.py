@@ -9,34 +9,32 @@ from dataclasses import replace
 import pytest
 import torch
 from support.cases import (
-    BATCHES,
     FA3_HEADS,
     FA3_KVCACHE_LENGTHS,
     FA3_LENGTHS,
     FA3_VARLEN_LENGTHS,
     FP8_DTYPES,
     PAGES_AND_TILES,
+    PREFILL_LENGTHS,
     pairwise,
     sampled,
 )
 from support.compare import assert_close_enough, assert_lse_close
 from support.device import DEVICE, truth_of
-from support.prefill import check, check_replays, num_splits, packed_step, run
+from support.prefill import (
+    check,
+    check_replays,
+    layout_of,
+    num_splits,
+    of_pages,
+    packed_step,
+    run,
+)
 
 from bicl.attention.cuda import CudaBackend
-from bicl.attention.pool import LayerCache
-from bicl.cache.layout import PageLayout
 
 pytestmark = pytest.mark.gpu
 
-LENGTHS = dict(BATCHES) | {
-    "ragged": ((1, 1), (5, 700), (63, 63), (64, 128), (65, 1000), (130, 130), (0, 50), (300, 777)),
-    "chunk on a long prefix": ((512, 4097), (1, 6000), (77, 1111)),
-    "short on a long prefix": ((64, 8256),),
-    "prompts": ((1500, 1500), (777, 777)),
-    "more tiles than CTAs": tuple((n % 70 + 1, n % 70 + n) for n in range(1, 180)),
-    "long, short and empty": ((64, 8256), (0, 50), (3, 3), (700, 700), (20, 20), (32, 4128)),
-}
 STORED = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp16": (torch.float16, torch.float16),
@@ -51,7 +49,7 @@ VARIANTS = {
 CHOICES: dict[str, Sequence[object]] = {
     "stored": list(STORED),
     "head_dim": (32, 64, 80, 96, 120, 128, 160, 192, 256),
-    "lengths": list(LENGTHS),
+    "lengths": list(PREFILL_LENGTHS),
     "group": (1, 2, 3, 4, 8, 9),
     "page_and_tile": PAGES_AND_TILES,
     "variant": list(VARIANTS),
@@ -63,17 +61,13 @@ CHOICES: dict[str, Sequence[object]] = {
 CASES = [*pairwise(**CHOICES), *sampled(120, **CHOICES)]
 
 
-def layout_of(kv_heads: int, head_dim: int, stored: torch.dtype, page_and_tile=(64, 64)):
-    return PageLayout(kv_heads, head_dim, stored, *page_and_tile)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(v) for v in c.values()))
 def test_prefill_errs_at_most_twice_as_much_as_torch(case: dict[str, object]) -> None:
     dtype, stored = STORED[case["stored"]]
-    layout = layout_of(case["kv_heads"], case["head_dim"], stored, case["page_and_tile"])
+    layout = layout_of(case["kv_heads"], case["head_dim"], stored, *case["page_and_tile"])
     scales = {"k_scale": 0.7, "v_scale": 1.3} if stored.itemsize == 1 else {}
     step = packed_step(
-        LENGTHS[case["lengths"]],
+        PREFILL_LENGTHS[case["lengths"]],
         layout,
         group=case["group"],
         dtype=dtype,
@@ -91,18 +85,20 @@ def test_prefill_errs_at_most_twice_as_much_as_torch(case: dict[str, object]) ->
     )
 
 
+@of_pages
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("heads", list(FA3_HEADS))
 @pytest.mark.parametrize(
     "lengths", [*FA3_LENGTHS, *FA3_VARLEN_LENGTHS, *FA3_KVCACHE_LENGTHS], ids=str
 )
-def test_flash_attention_3_matrix(lengths: tuple[int, int], heads: str, head_dim: int) -> None:
+def test_flash_attention_3_matrix(
+    lengths: tuple[int, int], heads: str, head_dim: int, page: int
+) -> None:
     """Causal, local and capped by turns; batches of two."""
     num_q_heads, num_kv_heads = FA3_HEADS[heads]
     turn = sum(lengths) + num_kv_heads
-    tile = (32, 32) if head_dim == 96 else (64, 64)
     dtype = torch.bfloat16 if turn % 2 else torch.float16
-    layout = layout_of(num_kv_heads, head_dim, dtype, tile)
+    layout = layout_of(num_kv_heads, head_dim, dtype, page)
     step = packed_step(
         (lengths, (lengths[0] // 2, lengths[1])),
         layout,
@@ -119,48 +115,57 @@ def test_flash_attention_3_matrix(lengths: tuple[int, int], heads: str, head_dim
     )
 
 
+@of_pages
 @pytest.mark.parametrize("group", [*range(1, 17), 20, 32, 71])
 @pytest.mark.parametrize("force_sm80", [False, True])
-def test_every_number_of_query_heads_a_kv_head(force_sm80: bool, group: int) -> None:
+def test_every_number_of_query_heads_a_kv_head(force_sm80: bool, group: int, page: int) -> None:
     """A tile of 128 rows ends amid a token's heads where the group does not divide 128."""
     lengths = ((1, 1), (70, 134), (5, 700), (200, 200))
-    layout = layout_of(2, 128, torch.bfloat16)
+    layout = layout_of(2, 128, torch.bfloat16, page)
     step = packed_step(lengths, layout, group=group, dtype=torch.bfloat16)
     check(step, scale=0.09, force_sm80=force_sm80, repeats=1)
 
 
+@of_pages
 @pytest.mark.parametrize("stored", [torch.bfloat16, FP8_DTYPES[0]], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 40000), (300, 40000)], ids=str)
-def test_long_contexts(lengths: tuple[int, int], stored: torch.dtype) -> None:
-    step = packed_step((lengths,), layout_of(2, 128, stored), group=4, dtype=torch.bfloat16)
+def test_long_contexts(lengths: tuple[int, int], stored: torch.dtype, page: int) -> None:
+    step = packed_step((lengths,), layout_of(2, 128, stored, page), group=4, dtype=torch.bfloat16)
     check(step, scale=0.09)
 
 
+@of_pages
 @pytest.mark.parametrize("window_left", [-1, 200])
 @pytest.mark.parametrize("scale", [0.7, 4.0])
 @pytest.mark.parametrize("lengths", ["ragged", "chunk on a long prefix", "short on a long prefix"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("stored", list(STORED))
 def test_scores_that_outgrow_those_before_by_far(
-    stored: str, head_dim: int, lengths: str, scale: float, window_left: int
+    stored: str, head_dim: int, lengths: str, scale: float, window_left: int, page: int
 ) -> None:
     """Scores of up to hundreds: the exponents' reference must rise within tiles and splits."""
     dtype, stored_dtype = STORED[stored]
-    step = packed_step(LENGTHS[lengths], layout_of(2, head_dim, stored_dtype), group=4, dtype=dtype)
+    layout = layout_of(2, head_dim, stored_dtype, page)
+    step = packed_step(PREFILL_LENGTHS[lengths], layout, group=4, dtype=dtype)
     for deterministic in (False, True):
         check(step, scale=scale, window_left=window_left, deterministic=deterministic)
 
 
+@of_pages
 @pytest.mark.parametrize("exponent", [-60, -20, 20, 60])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_splits_hold_values_beyond_the_range_of_fp16(head_dim: int, exponent: int) -> None:
+def test_splits_hold_values_beyond_the_range_of_fp16(
+    head_dim: int, exponent: int, page: int
+) -> None:
     """Partials may lie in fp16, with a power of two a row.
 
     That power is added to the row's reference, which rounds: weights move by 1e-6, so outputs may
     differ in bf16's last place from those of values near one, but err no more.
     """
-    layout = layout_of(2, head_dim, torch.bfloat16)
-    step = packed_step(LENGTHS["short on a long prefix"], layout, group=4, dtype=torch.bfloat16)
+    layout = layout_of(2, head_dim, torch.bfloat16, page)
+    step = packed_step(
+        PREFILL_LENGTHS["short on a long prefix"], layout, group=4, dtype=torch.bfloat16
+    )
     truth = truth_of(step, scale=0.09)
     CudaBackend().store(step.layer, step.key, step.value * 2.0**exponent, step.slots)
     out, lse = run(step, scale=0.09)
@@ -168,16 +173,17 @@ def test_splits_hold_values_beyond_the_range_of_fp16(head_dim: int, exponent: in
     assert_lse_close(lse, truth.lse)
 
 
+@of_pages
 @pytest.mark.parametrize("scale", [0.1, 2.0])
 @pytest.mark.parametrize("stored", [torch.bfloat16, *FP8_DTYPES], ids=str)
 @pytest.mark.parametrize("force_sm80", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("window_left", [-1, 300])
 def test_a_row_does_not_depend_on_chunks_prefix_or_batch_mates(
-    window_left: int, head_dim: int, force_sm80: bool, stored: torch.dtype, scale: float
+    window_left: int, head_dim: int, force_sm80: bool, stored: torch.dtype, scale: float, page: int
 ) -> None:
     """Deterministic mode, bit for bit."""
-    layout = layout_of(2, head_dim, stored)
+    layout = layout_of(2, head_dim, stored, page)
     lengths = ((3000, 3000), (700, 900))
     step = packed_step(lengths, layout, group=4, dtype=torch.bfloat16)
     options = {"scale": scale, "window_left": window_left}
@@ -212,17 +218,18 @@ def test_a_row_does_not_depend_on_chunks_prefix_or_batch_mates(
         assert torch.equal(out, together[:cut])
 
 
-@pytest.mark.parametrize("lengths", list(LENGTHS))
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@of_pages
+@pytest.mark.parametrize("lengths", list(PREFILL_LENGTHS))
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("stored", [torch.bfloat16, *FP8_DTYPES], ids=str)
 def test_fp8_and_wide_heads_on_the_path_of_this_card(
-    stored: torch.dtype, head_dim: int, lengths: str
+    stored: torch.dtype, head_dim: int, lengths: str, page: int
 ) -> None:
-    """Tiles of 64: on Hopper wgmma, fp8 widened while it is loaded. Capped and local by turns."""
-    turn = head_dim // 64 + list(LENGTHS).index(lengths)
+    """On Hopper wgmma, fp8 on pages of 64 widened while it is loaded. Capped and local by turns."""
+    turn = head_dim // 64 + list(PREFILL_LENGTHS).index(lengths)
     step = packed_step(
-        LENGTHS[lengths],
-        layout_of(2, head_dim, stored),
+        PREFILL_LENGTHS[lengths],
+        layout_of(2, head_dim, stored, page),
         group=4,
         dtype=torch.bfloat16,
         **({"k_scale": 0.7, "v_scale": 1.3} if stored.itemsize == 1 else {}),
@@ -233,23 +240,6 @@ def test_fp8_and_wide_heads_on_the_path_of_this_card(
         window_left=150 if turn % 3 == 1 else -1,
         softcap=15.0 if turn % 4 == 2 else 0.0,
     )
-
-
-@pytest.mark.parametrize("stored", [torch.bfloat16, *FP8_DTYPES], ids=str)
-def test_nothing_beyond_the_lengths_reaches_a_row(stored: torch.dtype) -> None:
-    """Other values in slots past the lengths and in later pages change no bit, not even inf."""
-    layout = layout_of(2, 128, stored)
-    step = packed_step(((100, 150), (5, 5), (60, 60)), layout, group=4, dtype=torch.bfloat16)
-    expected, _ = run(step, scale=0.1)
-    owned = torch.zeros(step.layer.num_pages * 64, dtype=torch.bool, device=DEVICE)
-    owned[step.slots] = True
-    for poison in (math.inf, -math.inf, 3e38):
-        wide = torch.full((1, 2, 128), poison, device=DEVICE, dtype=torch.bfloat16)
-        free = (~owned).nonzero().flatten()
-        filler = wide.expand(len(free), -1, -1)
-        CudaBackend().store(step.layer, filler, filler, free)
-        out, _ = run(step, scale=0.1)
-        assert torch.equal(out, expected)
 
 
 def test_query_and_out_may_be_slices() -> None:
@@ -267,23 +257,6 @@ def test_query_and_out_may_be_slices() -> None:
     assert room[:, 12:].isnan().all()
 
 
-@pytest.mark.parametrize("first", [0, 5000])
-@pytest.mark.parametrize("lengths", ["long, short and empty", "short on a long prefix"])
-def test_page_tables_may_be_slices(lengths: str, first: int) -> None:
-    """A CTA asks for the whole table ahead: entries that are nobody's, and what lies behind the
-    last row, do no harm."""
-    layout = layout_of(2, 128, torch.bfloat16)
-    step = packed_step(LENGTHS[lengths], layout, group=4, dtype=torch.bfloat16)
-    expected, _ = run(step, scale=0.1)
-    table = step.meta.page_table
-    columns = table.shape[1]
-    wide = torch.full((table.shape[0], 9000), -(1 << 31), dtype=torch.int32, device=DEVICE)
-    wide[:, first : first + columns] = table
-    sliced = replace(step.meta, page_table=wide[:, first : first + columns])
-    out, _ = run(replace(step, meta=sliced), scale=0.1)
-    assert torch.equal(out, expected)
-
-
 def test_rows_past_the_last_sequence_are_left_alone() -> None:
     layout = layout_of(2, 128, torch.float16)
     step = packed_step(((70, 90),), layout, group=4, dtype=torch.float16)
@@ -295,27 +268,6 @@ def test_rows_past_the_last_sequence_are_left_alone() -> None:
     assert lse[:, 70:].isnan().all()
 
 
-def test_pools_above_two_billion_elements() -> None:
-    layout = layout_of(8, 128, torch.float16)
-    num_pages = (1 << 31) // (layout.page_bytes // 2) + 40  # the last pages lie past 2**31
-    if torch.cuda.mem_get_info()[0] < num_pages * layout.page_bytes * 1.1:
-        pytest.skip("needs 5 GB of free device memory")
-    small = packed_step(((100, 300), (64, 64)), layout, group=4, dtype=torch.float16)
-    pages = torch.empty(layout.shape(num_pages), dtype=torch.float16, device=DEVICE)
-    shift = num_pages - small.layer.num_pages
-    pages[shift:] = small.layer.pages
-    table = small.meta.page_table.clone()
-    for i, length in enumerate([300, 64]):
-        table[i, : layout.pages_for(length)] += shift
-    large = replace(
-        small, layer=LayerCache(pages, layout), meta=replace(small.meta, page_table=table)
-    )
-    for force_sm80 in (False, True):
-        expected, _ = run(small, scale=0.1, force_sm80=force_sm80)
-        out, _ = run(large, scale=0.1, force_sm80=force_sm80)
-        assert torch.equal(out, expected)
-
-
 LAST_WAVES = {
     "all heads in a section": (1, ((880, 9072),) * 6),
     "four heads in a section": (8, ((320, 4416),) * 2),
@@ -323,11 +275,12 @@ LAST_WAVES = {
 }
 
 
+@of_pages
 @pytest.mark.parametrize("window_left", [-1, 4000])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", list(LAST_WAVES))
 def test_tiles_that_would_leave_sms_idle_at_the_end(
-    name: str, head_dim: int, window_left: int
+    name: str, head_dim: int, window_left: int, page: int
 ) -> None:
     """Tiles of equal cost, some more than fill 132 SMs: the last ones' keys are cut into shares."""
     if torch.cuda.get_device_capability() != (9, 0):
@@ -335,7 +288,7 @@ def test_tiles_that_would_leave_sms_idle_at_the_end(
     if torch.cuda.get_device_properties(DEVICE).multi_processor_count != 132:
         pytest.skip("made for 132 SMs")
     kv_heads, lengths = LAST_WAVES[name]
-    layout = layout_of(kv_heads, head_dim, torch.bfloat16)
+    layout = layout_of(kv_heads, head_dim, torch.bfloat16, page)
     step = packed_step(lengths, layout, group=4, dtype=torch.bfloat16)
     options = {"scale": 0.09, "window_left": window_left}
     assert num_splits(step, window_left=window_left) > 0
@@ -346,10 +299,11 @@ def test_tiles_that_would_leave_sms_idle_at_the_end(
         check_replays(CudaBackend(), step, scale=0.09)
 
 
+@of_pages
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_one_captured_graph_serves_all_lengths(deterministic: bool) -> None:
+def test_one_captured_graph_serves_all_lengths(deterministic: bool, page: int) -> None:
     """Captured with tiny sequences, replayed with long, empty and unequal ones."""
-    layout = layout_of(8, 128, torch.bfloat16)
+    layout = layout_of(8, 128, torch.bfloat16, page)
     lengths = ((400, 3000), (1, 2500), (111, 111), (0, 0))
     step = packed_step(lengths, layout, group=4, dtype=torch.bfloat16)
     backend = CudaBackend(deterministic=deterministic)

@@ -48,6 +48,16 @@ BATCHES: Mapping[str, tuple[tuple[int, int], ...]] = {
     "more queries than keys": ((70, 5), (3, 1), (65, 64), (1, 2)),
 }
 
+PREFILL_LENGTHS: Mapping[str, tuple[tuple[int, int], ...]] = {
+    **BATCHES,
+    "ragged": ((1, 1), (5, 700), (63, 63), (64, 128), (65, 1000), (130, 130), (0, 50), (300, 777)),
+    "chunk on a long prefix": ((512, 4097), (1, 6000), (77, 1111)),
+    "short on a long prefix": ((64, 8256),),
+    "prompts": ((1500, 1500), (777, 777)),
+    "more tiles than CTAs": tuple((n % 70 + 1, n % 70 + n) for n in range(1, 180)),
+    "long, short and empty": ((64, 8256), (0, 50), (3, 3), (700, 700), (20, 20), (32, 4128)),
+}
+
 # FlashAttention 3, hopper/test_flash_attn.py at 0251105a: output, varlen and kvcache tests.
 FA3_LENGTHS = (
     (1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from support.cases import Step
 from support.compare import assert_close_enough, assert_lse_close
@@ -19,6 +20,14 @@ from bicl.ops.cuda.prefill_attention import (
     prefill_attention,
     workspace_bytes,
 )
+
+of_pages = pytest.mark.parametrize("page", [64, 32], ids="pages of {}".format)
+
+
+def layout_of(
+    kv_heads: int, head_dim: int, stored: torch.dtype, page: int = 64, tile: int | None = None
+) -> PageLayout:
+    return PageLayout(kv_heads, head_dim, stored, page, page if tile is None else tile)
 
 
 def packed_step(lengths: Sequence[tuple[int, int]], layout: PageLayout, **options: object) -> Step:

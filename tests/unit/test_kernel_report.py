@@ -79,8 +79,10 @@ def test_the_decode_kernel_is_made_of_bulk_copies_and_tensor_core_products() -> 
     assert "STL" not in decode, "a register array went to local memory"
 
 
-def test_the_hopper_prefill_kernel_is_made_of_bulk_copies_and_warpgroup_products() -> None:
-    prefill = instructions("prefill::sm90::kernel", "prefill4sm906kernel")
+@pytest.mark.parametrize("tile", [64, 32])
+def test_the_hopper_prefill_kernel_is_made_of_bulk_copies_and_warpgroup_products(tile: int) -> None:
+    mangled = f"prefill4sm906kernelI13__nv_bfloat16S3_Li128ELi{tile}E"
+    prefill = instructions("prefill::sm90::kernel", mangled)
     for instruction in ("UBLKCP", "HGMMA", "USETMAXREG"):
         assert instruction in prefill
     assert "STL" not in prefill, "a register array went to local memory"

@@ -23,4 +23,4 @@ void run(const PrefillParams& p, int, cudaStream_t stream) {
 // One line makes one kernel: BICL_PREFILL_MMA(__half, kFloat16, __nv_fp8_e4m3, kFloat8E4M3, 128)
 #define BICL_PREFILL_MMA(E, dtype, KV, stored, D)                                                     \
   static const bicl::prefill::Registration registration_##dtype##_##stored##_##D(                     \
-      {bicl::prefill::Family::kMma, bicl::DType::dtype, bicl::DType::stored, D}, bicl::prefill::mma::run<E, KV, D>);
+      {bicl::prefill::Family::kMma, bicl::DType::dtype, bicl::DType::stored, D, 0}, bicl::prefill::mma::run<E, KV, D>);

@@ -27,11 +27,10 @@ __device__ __forceinline__ void store_nothing_seen(const PrefillParams& p, const
   store_lse(p, a.tile, a.head, row, lse);
 }
 
-template <typename E, typename KV, int D, bool kLocal, bool kCap>
+template <typename E, typename C, bool kLocal, bool kCap>
 struct Consumer {
-  using C = Config<KV, D>;
   using Operand = typename C::template Operand<E>;
-  static constexpr int kKeys = C::kKeys;
+  static constexpr int D = C::kHeadDim, kKeys = C::kKeys;
   // Capping needs the registers of the old probabilities: its products are waited for first.
   static constexpr bool kTight = kCap && D > 64;
   // With another loop, ptxas finds too few registers and serialises every product.
@@ -65,20 +64,26 @@ struct Consumer {
     auto& out = reinterpret_cast<float(&)[N / 2]>(s);
     wgmma::fence();
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i)
-      wgmma::multiply(out, q + (i / 4 * (64 * 128) + i % 4 * 32) / 16, k + (i / 4 * (kKeys * 128) + i % 4 * 32) / 16,
-                      i > 0, Operand{});
+    for (int i = 0; i < D / 16; ++i) {
+      constexpr int kSteps = C::kRowBytes / 32;  // of 16 dims in a tile
+      wgmma::multiply<C::kRowBytes>(out, q + (i / 4 * (64 * 128) + i % 4 * 32) / 16,
+                                    k + (i / kSteps * (kKeys * C::kRowBytes) + i % kSteps * 32) / 16, i > 0, Operand{});
+    }
     wgmma::commit();
   }
 
-  // o += P V over the first kPages pages of a block.
-  template <int kPages>
+  // o += P V over the first N keys of a block.
+  template <int N>
   __device__ __forceinline__ void issue_pv(KeyPlace values) {
     const uint32_t v = value_base + values.stage * (C::kStageBytes / 16);
     wgmma::fence();
 #pragma unroll
-    for (int i = 0; i < kPages * 4; ++i)
-      wgmma::multiply(o, probabilities + 4 * i, v + (i / 4 * C::kPageBytes + i % 4 * 2048) / 16, 1, Operand{});
+    for (int i = 0; i < N / 16; ++i) {
+      constexpr int kSteps = C::kPageKeys / 16;  // of 16 keys in a page
+      wgmma::multiply<C::kRowBytes>(o, probabilities + 4 * i,
+                                    v + (i / kSteps * C::kPageBytes + i % kSteps * (16 * C::kRowBytes)) / 16, 1,
+                                    Operand{});
+    }
     wgmma::commit();
   }
 
@@ -137,8 +142,8 @@ struct Consumer {
     pack_probabilities<Operand>(probabilities, s);
   }
 
-  // One block: its scores under the output product of the block before it, which has kPages pages.
-  template <bool kMask, int kPages>
+  // One block: its scores under the output product of the block before it, of N keys.
+  template <bool kMask, int N>
   __device__ __forceinline__ void step(const RowKeys& visible, int block) {
     const uint32_t now = uniform(count);
     const KeyPlace keys(now), values(now - 1);
@@ -147,7 +152,7 @@ struct Consumer {
     await_turn(consumer);
     issue_qk<kKeys>(keys);
     if (consumer == 0) await_values(values);
-    issue_pv<kPages>(values);
+    issue_pv<N>(values);
     pass_turn(consumer);
     wgmma::wait<kTight ? 0 : 1>();
     wgmma::hold(s);
@@ -156,7 +161,7 @@ struct Consumer {
     ++count;
   }
 
-  // A tile's last block (one page of it if kHalf), with which each tile begins, together with the output product
+  // A tile's last block (the first half of it if kHalf), with which each tile begins, together with the output product
   // of the tile before, with which that one ends. Nothing pending: a product of whatever lies there, for nobody.
   template <bool kHalf>
   __device__ __forceinline__ void first_step(const RowKeys& visible, int block, bool pending) {
@@ -166,7 +171,7 @@ struct Consumer {
     await_turn(consumer);
     issue_qk<kHalf ? 64 : kKeys>(keys);
     if (pending) await_values(values);
-    issue_pv<C::kPages>(values);
+    issue_pv<kKeys>(values);
     pass_turn(consumer);
     wgmma::wait<kTight ? 0 : 1>();
     wgmma::hold(s);
@@ -183,7 +188,7 @@ struct Consumer {
   __device__ __forceinline__ void last_step() {
     const KeyPlace values(uniform(count) - 1);
     await_values(values);
-    issue_pv<C::kPages>(values);
+    issue_pv<kKeys>(values);
     wgmma::wait<0>();
     wgmma::hold(o);
     release(control.value_empty[values.stage]);
@@ -213,7 +218,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void begin_tile(const Assignment& a, int local_row, bool pending) {
-    const Blocks<KV, D> blocks(p, a.tile);
+    const Blocks<C> blocks(p, a.tile);
     const RowKeys visible(p, a.tile, a.tile.row + local_row);
     ptx::mbarrier_wait(ptx::smem_address(&control.query_full[query_count % C::kQueryBuffers]),
                        query_count / C::kQueryBuffers & 1);
@@ -226,25 +231,25 @@ struct Consumer {
 
   // All blocks of a tile but the last, with which it began. The output product of the lowest remains to be done.
   __device__ __forceinline__ void go_through(const Assignment& a, int local_row) {
-    const Blocks<KV, D> blocks(p, a.tile);
+    const Blocks<C> blocks(p, a.tile);
     const RowKeys visible(p, a.tile, a.tile.row + local_row);
 #pragma unroll
     for (int j = 0; j < D / 2; ++j) o[j] = 0.f;
     int block = blocks.end - 2;
     if (blocks.last_is_half() && block >= blocks.begin) {
       if (kMaskAll || kLocal || C::kWiden || blocks.needs_end_mask(block)) {  // kWiden: as for kMaskAll
-        step<true, 1>(visible, block--);
+        step<true, 64>(visible, block--);
       } else {
-        step<false, 1>(visible, block--);
+        step<false, 64>(visible, block--);
       }
     }
-    for (; block >= blocks.begin && blocks.needs_end_mask(block); --block) step<true, C::kPages>(visible, block);
+    for (; block >= blocks.begin && blocks.needs_end_mask(block); --block) step<true, kKeys>(visible, block);
     if constexpr (!kMaskAll) {
       const int lowest = kLocal ? max(blocks.begin, blocks.first_without_begin_mask()) : blocks.begin;
-      for (; block >= lowest; --block) step<false, C::kPages>(visible, block);
+      for (; block >= lowest; --block) step<false, kKeys>(visible, block);
     }
     if constexpr (kLocal)
-      for (; block >= blocks.begin; --block) step<true, C::kPages>(visible, block);
+      for (; block >= blocks.begin; --block) step<true, kKeys>(visible, block);
     release(control.query_empty[query_count % C::kQueryBuffers]);
     ++query_count;
   }

@@ -11,10 +11,10 @@
 
 namespace bicl::prefill::sm90 {
 
-template <typename E, typename KV, int D, bool kLocal, bool kCap>
+template <typename E, typename KV, int D, int kTile, bool kLocal, bool kCap>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ PrefillParams p) {
 #ifndef BICL_NO_DEVICE_CODE  // a card outside the build; NVRTC makes it there
-  using C = Config<KV, D>;
+  using C = Config<KV, D, kTile>;
   extern __shared__ __align__(1024) char shared[];
   Control& control = *reinterpret_cast<Control*>(shared + C::kControlOffset);
   static_assert(sizeof(Control) <= C::kControlBytes);
@@ -55,24 +55,24 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pr
   if (warpgroup == 0) {
     shrink_registers<C::kLoaderRegisters>();
     if (threadIdx.x < 32) {
-      KeyLoader<KV, D>{p, control, base, static_cast<int>(threadIdx.x), 0, 0, 0}.run();
+      KeyLoader<C>{p, control, base, static_cast<int>(threadIdx.x), 0, 0, 0}.run();
     } else {
       if constexpr (kAsks) ask_for_query(p, threadIdx.x - kFirstQueryThread);
-      load_queries<E, KV, D>(p, control, base);
+      load_queries<E, C>(p, control, base);
     }
   } else {
     grow_registers<C::kConsumerRegisters>();
     const ScoreScale scale(p);
     const int consumer = warpgroup - 1;
-    Consumer<E, KV, D, kLocal, kCap> work{
+    Consumer<E, C, kLocal, kCap> work{
         p,
         control,
         consumer,
         static_cast<int>(threadIdx.x % 32),
         scale,
-        uniform(wgmma::descriptor(base + consumer * C::kPageBytes)),
+        uniform(wgmma::descriptor(base + consumer * C::kConsumerQueryBytes)),
         uniform(wgmma::descriptor(base + C::kKeyOffset)),
-        uniform(wgmma::descriptor(base + C::kValueOffset, kPageKeys * 128)),
+        uniform(wgmma::descriptor(base + C::kValueOffset, C::kPageKeys * C::kRowBytes)),
         0,
         0};
     work.run();

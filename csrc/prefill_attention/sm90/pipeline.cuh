@@ -47,6 +47,14 @@ __device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, u
       : "memory");
 }
 
+// True in one lane of a converged warp. ptxas knows it for one: copies behind it are issued straight from uniform
+// registers, where others go through a loop over the lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t one;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
+  return one;
+}
+
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -93,21 +101,23 @@ __device__ __forceinline__ void pass_turn(int consumer) {
 
 // --- blocks of a tile ----------------------------------------------------------------------------------
 // In units of Config::kKeys, [begin, end). `pages` is the number of pages that some row sees, so the last
-// block may hold one page instead of two.
-template <typename KV, int D>
+// block may hold fewer than the others; half as many or fewer are multiplied as half a block.
+template <typename C>
 struct Blocks {
-  using C = Config<KV, D>;
   int begin, end, pages;
   TileKeys keys;
 
   __device__ __forceinline__ Blocks(const PrefillParams& p, const PrefillTile& tile)
       : keys(p, tile, kPrefillRows) {
     constexpr int kPerEntry = kPrefillKeys / C::kKeys;
-    pages = (keys.end + kPageKeys - 1) / kPageKeys;
+    pages = (keys.end + C::kPageKeys - 1) / C::kPageKeys;
     begin = tile.block_begin * kPerEntry;
     end = min(tile.block_end * kPerEntry, (pages + C::kPages - 1) / C::kPages);
   }
-  __device__ __forceinline__ bool last_is_half() const { return C::kPages == 2 && end * 2 > pages; }
+  __device__ __forceinline__ bool last_is_half() const {
+    constexpr int kHalfPages = 64 / C::kPageKeys;
+    return C::kKeys == 128 && end * 2 > (pages + kHalfPages - 1) / kHalfPages;
+  }
   __device__ __forceinline__ bool needs_end_mask(int block) const {
     return (block + 1) * C::kKeys >= keys.all_end;
   }
