@@ -130,7 +130,8 @@ struct DecodeParams {
   int window_left;     // keys before the query's own that it sees; -1: all
   bool deterministic;  // cuts depend on a sequence's own length only
   bool pdl;            // the kernel before this one may still be writing each sequence's newest token
-  bool late_table;     // with pdl: and the page table and the lengths
+  bool late_table;     // with pdl: and the page table
+  bool late_lengths;   // with late_table: and the lengths
   const void* query;  // [batch][num_q_heads][head_dim], last dim contiguous
   void* out;          // same shape and dtype
   float* lse;         // [num_q_heads][batch] natural log, or null

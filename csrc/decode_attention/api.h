@@ -46,8 +46,8 @@ inline DecodeLayer decode_layer(TensorView pages, int64_t page_size, double k_sc
 // out, query [B, num_q_heads, head_dim] of one 16-bit dtype; lse float32 [num_q_heads, B] or None.
 // page_table [B, max_pages], or [B, kv heads, max_pages]: other pages for each KV head, as many for all.
 // plan: of plan_decode() for this table and these lengths, heads, dtype and options, or None.
-// pdl: 0 off; 1: the kernel ahead may still be writing the query and each sequence's newest token; 2: and the table and
-// lengths.
+// pdl: 0 off; 1: the kernel ahead may still be writing the query and each sequence's newest token; 2: and the table,
+// which a plan would have read; 3: and the lengths.
 inline void decode_call(const DecodeLayer& layer, TensorView out, Optional<TensorView> lse, TensorView query,
                         TensorView page_table, TensorView cache_seqlens, Optional<TensorView> plan, int64_t pdl) {
   DecodeParams p = layer.params;
@@ -95,6 +95,8 @@ inline void decode_call(const DecodeLayer& layer, TensorView out, Optional<Tenso
   }
   p.pdl = pdl > 0;
   p.late_table = pdl > 1;
+  p.late_lengths = pdl > 2;
+  BICL_CHECK(pdl != 2 || !plan.has_value()) << "a plan has read the page table: pdl must be 1 or 3, not 2";
   DeviceGuard guard(device);
   const void* planned = nullptr;
   int64_t plan_bytes = 0;

@@ -51,7 +51,7 @@ class DecodeCta : Merger<T> {
   __device__ explicit DecodeCta(const KernelParams& kp) : Base(kp) {}
 
   __device__ __forceinline__ void run() {
-    if (p_.pdl && p_.late_table) ptx::grid_dependency_wait();
+    if (p_.pdl && p_.late_lengths) ptx::grid_dependency_wait();
     const bool producer = warp_ == T::kConsumerWarps;
     const bool planned = k_.plan != nullptr;
     const Divider divider(k_);
@@ -68,7 +68,7 @@ class DecodeCta : Merger<T> {
     }
     // The query may be read at once, not only when the kernel ahead has ended. Else pages do not go first either: they
     // would hold up that kernel, and the query would wait behind all of them.
-    const bool early = planned && (!p_.pdl || p_.late_table);
+    const bool early = planned && (!p_.pdl || p_.late_lengths);
     int started = 0;  // blocks that are asked for
     if (!producer) init_barriers();  // it has more to do
     if (early && producer) {
@@ -96,6 +96,7 @@ class DecodeCta : Merger<T> {
     if (!cluster && !planned) share = divider.line_share(line);
     if (producer) {
       int sequence = share.hint();
+      if (p_.pdl && p_.late_table) ptx::grid_dependency_wait();
       if (!planned) block = divider.block_of_lane(line, share, share.begin, sequence);
       produce(divider, line, share, block, sequence, started);
       if (cluster) wait_peers_started();

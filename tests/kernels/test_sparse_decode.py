@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -150,6 +151,45 @@ def test_the_sparse_backend_indexes_what_it_stores_and_selects(backend: CudaBack
     assert not torch.equal(out[0], dense[0])
     assert torch.equal(out[1], dense[1])
     assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("lengths", [[32768], [9000, 700, 20000], [4096] * 9, [64] * 40], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_layers_that_know_the_lengths_read_the_pages_chosen_just_before(
+    lengths: list[int], deterministic: bool
+) -> None:
+    """Layer after layer in a graph that is replayed at other lengths than it was captured with."""
+    options = {"deterministic": deterministic}
+    own = indexed_step(CudaBackend(), lengths, PageLayout(8, 128, torch.bfloat16))
+    meta = replace(own.meta, sparsity=everyone(own.meta, 0.65))
+    queries = torch.randn(6, *own.step.query.shape, device="cuda").bfloat16()
+    slots = torch.full_like(own.step.slots[: len(lengths)], -1)
+    rows = own.step.key[: len(lengths)], own.step.value[: len(lengths)]
+
+    def layers(wrapped: SparseBackend) -> list[torch.Tensor]:
+        outs = []
+        wrapped.plan(meta)
+        for query in queries:
+            wrapped.store(own.step.layer, *rows, slots)
+            out = wrapped.run(query, own.step.layer, meta, scale=own.scale)
+            assert isinstance(out, torch.Tensor)
+            outs.append(out)
+        return outs
+
+    early = sparse_backend(CudaBackend(**options), own)
+    layers(early)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = layers(early)
+    for cut in (0, 40, 0, 63):
+        meta.cache_seqlens.sub_(cut).clamp_(min=0)
+        truths = layers(sparse_backend(CudaBackend(pdl=False, **options), own))
+        for out in outs:
+            out.fill_(math.nan)
+        graph.replay()
+        assert all(torch.equal(out, truth) for out, truth in zip(outs, truths, strict=True))
+        for out, truth in zip(layers(early), truths, strict=True):
+            assert torch.equal(out, truth)
 
 
 @pytest.mark.parametrize("lengths", [[32768], [4096] * 8, [9000, 700, 20000]], ids=str)

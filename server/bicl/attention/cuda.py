@@ -137,8 +137,14 @@ class CudaBackend:
         softcap: float = 0.0,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
+        lengths_known: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """See ``AttentionBackend.run``. Page ids are trusted within the lengths."""
+        """See ``AttentionBackend.run``. Page ids are trusted within the lengths.
+
+        Args:
+            lengths_known: of a list of pages a KV head: a kernel ahead of the last one wrote
+                ``cache_seqlens``, so that only the lists are waited for.
+        """
         check_no_grad("query", query)
         if query.ndim != 3:
             raise InvalidInputError(
@@ -156,6 +162,7 @@ class CudaBackend:
                 window_right=window_right,
                 softcap=softcap,
                 return_lse=return_lse,
+                lengths_known=lengths_known,
             )
             return _narrowed(wide, head_dim, out)
         result = (
@@ -169,7 +176,8 @@ class CudaBackend:
         try:
             if meta.max_q == 1 and num_tokens == meta.batch_size:
                 # The last position sees nothing to its right: window_right and causal are idle.
-                self._run_decode(result, lse, query, layer, meta, scale, softcap, window_left)
+                options = (scale, softcap, window_left)
+                self._run_decode(result, lse, query, layer, meta, *options, lengths_known)
             else:
                 self._run_prefill(
                     result, lse, query, layer, meta, scale, softcap, (window_left, window_right)
@@ -227,6 +235,7 @@ class CudaBackend:
         scale: float,
         softcap: float,
         window_left: int,
+        lengths_known: bool,
     ) -> None:
         batch, num_q_heads, _ = query.shape
         key = (id(layer), num_q_heads, scale, softcap, window_left)
@@ -238,7 +247,7 @@ class CudaBackend:
         plan, is_new = (None, False) if chosen else self._decode.plan_for(bound.kind, layer, meta)
         # Started early, it waits for the kernel ahead; behind the store, for new tokens only.
         behind_store = not (chosen or is_new) and self._follows_store(layer, meta)
-        early = (1 if behind_store else 2) if self.pdl else 0
+        early = (1 if behind_store else 2 if chosen and lengths_known else 3) if self.pdl else 0
         rest = (table, meta.cache_seqlens, plan, early)
         try:
             bound.run(out, lse, query, *rest)

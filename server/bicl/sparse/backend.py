@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -60,6 +61,10 @@ class SparseBackend:
         self._deterministic = bool(getattr(inner, "deterministic", False))
         self._decodes = self._chooses = False
         self._mixed: tuple[AttentionMetadata, MixedStep] | None = None
+        # Of the planned step: what the numbers of tokens that are read depend on, and these numbers
+        # by share, page size and whether a graph records them, as the first layer found them.
+        self._counted: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._lengths: dict[tuple[float, int, bool], torch.Tensor] = {}
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # pages and slots, last call
         self.rules = {size: SelectionRule.of(config, size) for size in sizes}
 
@@ -67,6 +72,8 @@ class SparseBackend:
         """See ``AttentionBackend.plan``."""
         self._decodes = meta.max_q == 1
         self._chooses = self._decodes and self.selects(meta) and meta.keep is None
+        self._counted = (meta.cache_seqlens, meta.sparsity)
+        self._lengths.clear()
         self.inner.plan(meta)
 
     def store(
@@ -104,12 +111,15 @@ class SparseBackend:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """See ``AttentionBackend.run``. The LSE is of the keys that were read."""
         index = self._by_pages.get(layer.pages.data_ptr())
+        run = self.inner.run
         if index is not None and self.selects(meta, window_left):
             if meta.max_q > 1:
                 options = {"scale": scale, "softcap": softcap, "return_lse": return_lse}
                 return self._run_mixed(query, layer, meta, out, options)
-            meta = self.select(query, index, meta, scale)
-        return self.inner.run(
+            meta, known = self._choose(query, index, meta, scale)
+            if known:
+                run = partial(self._overlapping.run, lengths_known=True)
+        return run(
             query,
             layer,
             meta,
@@ -161,8 +171,14 @@ class SparseBackend:
         self, query: torch.Tensor, index: LayerIndex, meta: AttentionMetadata, scale: float
     ) -> AttentionMetadata:
         """The step as one layer sees it: each KV head's pages and how many tokens they hold."""
+        return self._choose(query, index, meta, scale)[0]
+
+    def _choose(
+        self, query: torch.Tensor, index: LayerIndex, meta: AttentionMetadata, scale: float
+    ) -> tuple[AttentionMetadata, bool]:
+        """See :meth:`select`; and whether an earlier layer wrote those lengths."""
         if meta.keep is not None:
-            return self._select_with(meta.keep, query, index, meta, scale)
+            return self._select_with(meta.keep, query, index, meta, scale), False
         pages, lengths = self._ops.choose_tiles(
             query,
             index.layer,
@@ -176,7 +192,24 @@ class SparseBackend:
             after_store=self._follows_store(index.layer, meta),
             deterministic=self._deterministic,
         )
-        return replace(meta, page_table=pages, cache_seqlens=lengths, sparsity=None)
+        known = self._known_lengths(index, meta, lengths)
+        chosen = replace(meta, page_table=pages, cache_seqlens=known, sparsity=None)
+        return chosen, known is not lengths
+
+    def _known_lengths(
+        self, index: LayerIndex, meta: AttentionMetadata, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """``lengths``, or what an earlier layer of this step found, which are the same numbers but
+        need not be waited for."""
+        planned = self._counted if self._overlapping is not None else None
+        if (
+            planned is None
+            or planned[0] is not meta.cache_seqlens
+            or planned[1] is not meta.sparsity
+        ):
+            return lengths
+        size, capturing = index.layer.layout.page_size, torch.cuda.is_current_stream_capturing()
+        return self._lengths.setdefault((index.share, size, capturing), lengths)
 
     def _select_with(
         self,

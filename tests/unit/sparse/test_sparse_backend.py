@@ -268,17 +268,57 @@ def test_index_bytes_are_those_of_the_index(kind: str) -> None:
 
 
 class Overlapping(CpuBackend):
-    """Stores as the CUDA backend is told to, and notes how."""
+    """Stores and attends as the CUDA backend is told to, and notes how."""
 
     pdl = True
 
     def __init__(self) -> None:
         super().__init__()
         self.told: list[bool] = []
+        self.known: list[bool] = []
 
     def store(self, *rows: Any, records: Any = None, choice_follows: bool = False, **rest: Any):
         self.told.append(choice_follows)
         super().store(*rows, **rest)
+
+    def run(self, *given: Any, lengths_known: bool = False, **options: Any) -> Any:
+        self.known.append(lengths_known)
+        return super().run(*given, **options)
+
+
+def test_lengths_are_known_from_the_second_layer_of_a_planned_step_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of layers that leave out the same share; the first one's are read in all."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    step = decode_step((1000, 333))
+    inner = Overlapping()
+    indexes = make_indexes({0: step.layer}, "bounds", torch.float32)
+    backend = SparseBackend(inner, HySparseConfig(variant="bounds", floor_tokens=0), indexes)
+    filled(step, backend)
+    other = replace(indexes[0], share=0.5)
+    meta, plain = with_sparsity(step, 0.65, 0.65), step.meta
+
+    def layers(*shares: Any, of: AttentionMetadata = meta) -> list[bool]:
+        inner.known.clear()
+        for index in shares:
+            backend._by_pages[step.layer.pages.data_ptr()] = index
+            out = backend.run(step.query, step.layer, of, scale=SCALE)
+            alone = sparse_backend(step.layer, floor_tokens=0)
+            alone._by_pages[step.layer.pages.data_ptr()] = index
+            assert torch.equal(out, alone.run(step.query, step.layer, of, scale=SCALE))  # type: ignore[arg-type]
+        return list(inner.known)
+
+    first = indexes[0]
+    assert layers(first, first) == [False, False]  # nothing planned
+    backend.plan(meta)
+    assert layers(first, other, first, other, first) == [False, False, True, True, True]
+    assert layers(first, of=replace(meta, page_table=meta.page_table.clone())) == [True]
+    assert layers(first, of=replace(meta, sparsity=meta.sparsity / 2)) == [False]  # another step
+    backend.plan(meta)
+    assert layers(first, first) == [False, True]
+    backend.plan(plain)
+    assert layers(first, first, of=plain) == [False, False]
 
 
 def test_a_store_is_told_of_a_choice_only_where_one_follows() -> None:

@@ -68,7 +68,7 @@ def decode_attention(
         RuntimeError: the combination is not compiled in, or the launch failed.
     """
     options = (scale, softcap, window_left, deterministic, force_sm80, force_cluster, force_grid)
-    early = (2 if late_table else 1) if pdl else 0
+    early = (3 if late_table else 1) if pdl else 0
     run = workspace.decode_attention_on(layer, *options)
     run(out, lse, query, page_table, cache_seqlens, plan, early)
 

@@ -69,7 +69,8 @@ class Workspace:
 
         Returns:
             ``(out, lse, query, page_table, cache_seqlens, plan, pdl) -> None``; ``pdl`` 0: off, 1:
-            the kernel ahead may still be writing the newest tokens, 2: and the table and lengths.
+            the kernel ahead may still be writing the newest tokens, 2: and the table, 3: and the
+            lengths.
 
         Raises:
             ValueError: pages or options that the kernel cannot take; the message names why.
