@@ -56,8 +56,7 @@ class TilesCta {
     agreement.send_keys();
     c_.peers.join();
     if (c_.peers.rank > 0) return;
-    // Not sooner: the CTAs of attention that came early would sit where few of them fit, and stay there.
-    if (c_.p.pdl && kWork == Work::kChoose) ptx::grid_launch_dependents();
+    if (kWork == Work::kChoose && lets_attention_in()) ptx::grid_launch_dependents();
     select(scratch);
   }
 
@@ -126,6 +125,16 @@ const int threads = c_.peers.count * blockDim.x;
     if (c_.p.positions != nullptr) c_.p.positions[c_.row() + number] = position;
   }
 
+  // While the last CTAs still run, one of each cluster, and not sooner: what came early would sit where few CTAs fit, and
+  // stay there. As it is a GPC with few SMs has no room left for one of attention's clusters of 8. Where those of a lone
+  // request then lie 5 and 3 on the halves of the card they read at 5/6 of its speed: if they read for long they come
+  // when all have ended, 1 us later.
+  __device__ __forceinline__ bool lets_attention_in() const {
+    const int pairs = c_.p.sequences.batch * c_.p.num_kv_heads;
+    const bool leaves_sms_idle = 2 * kMaxCluster * pairs <= c_.p.num_sms;
+    return c_.p.pdl && (!leaves_sms_idle || pairs * (c_.keep << c_.k.page_log2) <= kMostEarlyTokens);
+  }
+
   // Every head of a sequence keeps as many pages, the last one always.
   __device__ __forceinline__ void put_length() const {
     if (c_.head == 0 && c_.peers.rank == 0 && threadIdx.x == 0)
@@ -133,6 +142,7 @@ const int threads = c_.peers.count * blockDim.x;
   }
 
   static constexpr int kAloneTurns = 2;
+  static constexpr int kMostEarlyTokens = 1 << 17;  // of a KV head each
 
   TilesContext c_;
 };
