@@ -13,10 +13,17 @@ from typing import Any
 
 from bench.kernels.machine import sources, sources_at
 from bench.kernels.report import find, load_report
-from bench.kernels.shapes import DECODE_SHAPES, HEADS, MAIN_HEADS, PREFILL_SHAPES
+from bench.kernels.shapes import (
+    DECODE_SHAPES,
+    HEADS,
+    LATENT_HEADS,
+    MAIN_HEADS,
+    MLA_SHAPES,
+    PREFILL_SHAPES,
+)
 from bench.targets import best_peer, fastest, verdicts
 
-__all__ = ["decode_table", "main", "prefill_table", "small_table"]
+__all__ = ["decode_table", "main", "mla_table", "prefill_table", "small_table"]
 
 DEFAULT = Path("bench/results/kernels-h200.json")
 Rows = Sequence[Mapping[str, Any]]
@@ -92,6 +99,25 @@ def prefill_table(rows: Rows, heads: str) -> str:
     return "\n".join(lines)
 
 
+def mla_table(rows: Rows) -> str:
+    """Decode over latents in us; empty but for its head where it was not measured."""
+    lines = [
+        "| batch x context | floor | **BICL** | / floor | FlashMLA | / FlashMLA |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for shape in MLA_SHAPES:
+        floor, ours, peer = (
+            find(rows, "mla", str(LATENT_HEADS), shape, impl)
+            for impl in ("floor", "bicl", "flashmla-p64")
+        )
+        if ours is not None:
+            lines.append(
+                f"| {shape} | {_cell(floor)} | **{_cell(ours)}** | {_over(ours, floor)} "
+                f"| {_cell(peer)} | {_over(ours, peer)} |"
+            )
+    return "\n".join(lines)
+
+
 def small_table(rows: Rows) -> str:
     """Store, launch and plan costs in us."""
     lines = ["| operation | shape | implementation | us |", "|---|---|---|---:|"]
@@ -118,6 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(decode_table(rows, heads) + "\n")
     print(f"### Prefill, {MAIN_HEADS} heads, causal: microseconds\n")
     print(prefill_table(rows, str(MAIN_HEADS)) + "\n")
+    print("### Decode over latents (MLA), 16 heads, bf16: microseconds\n")
+    print(mla_table(rows) + "\n")
     print("### Small operations\n")
     print(small_table(rows) + "\n")
     results = verdicts(rows)

@@ -27,6 +27,7 @@ inline void mla_decode_api(TensorView out, Optional<TensorView> lse, TensorView 
   p.pages = pages.data_ptr();
   p.dtype = dtype_of(pages, "pages");
   p.sequences = sequences_of(page_table, cache_seqlens, device);
+  p.table_columns = static_cast<int>(page_table.size(1));
   BICL_CHECK(p.sequences.batch <= kMlaMaxBatch)
       << "a step has " << p.sequences.batch << " sequences; at most " << kMlaMaxBatch << " are allowed";
   check_cuda(query, "query", device);

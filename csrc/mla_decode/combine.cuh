@@ -7,20 +7,25 @@
 
 namespace bicl::mla {
 
+enum Barrier { kAll = 1, kCombine = kAll, kWarpgroup = 2, kPublish = 4 };  // named; + a warpgroup, a part's slot
+
 // After a barrier behind the writes, by one thread. A counter's low half counts parts, the high half those who have seen
 // all of them; the last of those sets it back to zero.
 __device__ __forceinline__ void publish_part(int32_t* counter) {
-  __threadfence();
-  ptx::atomic_add_acq_rel(counter, 1);
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 constexpr int kSeen = 1 << 16;
 
-__device__ __forceinline__ void await_parts(int32_t* counter, int parts) {
+__device__ __forceinline__ void await_parts(const int32_t* counter, int parts) {
   int32_t count;
   do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
   while ((count & (kSeen - 1)) < parts);
-  if (ptx::atomic_add_acq_rel(counter, kSeen) / kSeen == parts - 1) *counter = 0;
+}
+
+// Later, by the same thread: nothing waits for it.
+__device__ __forceinline__ void leave_parts(int32_t* counter, int parts) {
+  if (atomicAdd(counter, kSeen) / kSeen == parts - 1) *counter = 0;
 }
 
 // What one CTA combines: `index` of `parts` equal slices of [kHeads][512].
@@ -39,91 +44,127 @@ __device__ __forceinline__ void write_slice(const Slice<T>& s, int vector, const
   *reinterpret_cast<uint2*>(out) = make_uint2(ptx::pack(v.x, v.y, Element{}), ptx::pack(v.z, v.w, Element{}));
 }
 
-// By all consumers; `shared`: kMaxParts * 2 + kHeads floats and kConsumers float4. part_of(i): the i-th part.
-template <typename T, typename PartOf>
-__device__ __forceinline__ void combine(const Slice<T>& s, int32_t* counter, char* shared, const PartOf& part_of) {
+// The parts of a sequence: those of teams that follow each other, the first in the slot of what begins a sequence.
+template <typename T>
+class Parts {
+ public:
+  // `first`: of the first team, that slot.
+  __device__ __forceinline__ Parts(const float* first, int stride) : first_(first), stride_(stride) {}
+
+  __device__ __forceinline__ float4 vector(int part, int index) const {
+    return __ldcg(reinterpret_cast<const float4*>(first_ + offset(part)) + index);
+  }
+  // The reference of a head's exponents, and the sum of its probabilities.
+  __device__ __forceinline__ float2 stats(int part, int head) const {
+    return __ldcg(reinterpret_cast<const float2*>(first_ + offset(part) + T::kHeads * kValueDim) + head);
+  }
+
+ private:
+  __device__ __forceinline__ int offset(int part) const { return part == 0 ? 0 : part * stride_ - T::kPartFloats; }
+
+  const float* first_;
+  int stride_;
+};
+
+// By all consumers; `shared`: kConsumers float4 and 2 * kMaxParts + kHeads floats. What runs once comes from far away, so
+// it is kept short.
+template <typename T>
+__device__ __forceinline__ void combine(const Slice<T>& s, const Parts<T>& all, int32_t* counter, char* shared) {
   constexpr int kHeadVectors = kValueDim / 4, kVectors = T::kHeads * kHeadVectors;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  constexpr int kColumns = 2, kRows = 4;  // vectors and parts that a thread reads at once
+  const int thread = threadIdx.x, lane = thread % 32, parts = s.parts;
   auto* sums = reinterpret_cast<float4*>(shared);
   auto* weights = reinterpret_cast<float*>(shared + kConsumers * sizeof(float4));  // [heads of the slice][parts]
-  const int parts = s.parts;
-  if (thread == 0) await_parts(counter, parts);
-  ptx::named_barrier(1, kConsumers);
   const int begin = kVectors * s.index / parts, end = kVectors * (s.index + 1) / parts;
   const int first_head = begin / kHeadVectors;
-#pragma unroll 1
-  for (int head = first_head + warp; head * kHeadVectors < end; head += kConsumers / 32) {
-    constexpr int kEach = kMaxParts / 32;
-    float2 own[kEach];  // maximum, sum
-    float most = -INFINITY, sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int index = i * 32 + lane;
-      own[i] = make_float2(-INFINITY, 0.f);
-      if (index < parts)
-        own[i] = __ldcg(reinterpret_cast<const float2*>(part_of(index) + T::kHeads * kValueDim) + head);
-    }
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) most = fmaxf(most, own[i].x);
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      own[i].x = ptx::exp2_approx(own[i].x - most);
-      sum += own[i].x * own[i].y;
-    }
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      if (i * 32 + lane < parts) weights[(head - first_head) * parts + i * 32 + lane] = own[i].x / sum;
-    const int number = s.head_block * T::kHeads + head;
-    if (lane == 0 && s.p.lse != nullptr && number < s.p.num_heads && head * kHeadVectors >= begin)
-      s.p.lse[static_cast<int64_t>(number) * s.p.sequences.batch + s.sequence] = (most + log2f(sum)) * 0.6931471805599453f;
-  }
-  ptx::named_barrier(1, kConsumers);
-
-  const auto add = [&](float4& total, int vector, int i) {
-    const float4 v = __ldcg(reinterpret_cast<const float4*>(part_of(i)) + vector);
-    const float w = weights[(vector / kHeadVectors - first_head) * parts + i];
-    total.x += w * v.x, total.y += w * v.y, total.z += w * v.z, total.w += w * v.w;
-  };
   // Few vectors of many parts are read by several threads each.
   int sharers = 1;
   while ((end - begin) * sharers * 2 <= kConsumers) sharers *= 2;
-  if (sharers == 1) {
-    constexpr int kTurns = 4;
-#pragma unroll 1
-    for (int vector = begin + thread; vector < end; vector += kTurns * kConsumers) {
-      float4 total[kTurns] = {};
-#pragma unroll 2
-      for (int i = 0; i < parts; ++i)
+  const int lanes = kConsumers / sharers;
+  int vector = begin + thread % lanes, part = thread / lanes;
+  float4 read[kColumns][kRows];
+  const auto load = [&] {
 #pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn)
-          if (vector + turn * kConsumers < end) add(total[turn], vector + turn * kConsumers, i);
+    for (int column = 0; column < kColumns; ++column)
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn)
-        if (vector + turn * kConsumers < end) write_slice(s, vector + turn * kConsumers, total[turn]);
-    }
-  } else {
-    const int lanes = kConsumers / sharers, own = thread % lanes, vector = begin + own;
-    float4 total = {};
-    if (vector < end) {
-#pragma unroll 8
-      for (int i = thread / lanes; i < parts; i += sharers) add(total, vector, i);
-    }
-    sums[thread] = total;
-    ptx::named_barrier(1, kConsumers);
-    if (thread < lanes && vector < end) {
-#pragma unroll 1
-      for (int i = 1; i < sharers; ++i) {
-        const float4 v = sums[i * lanes + own];
-        total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+      for (int row = 0; row < kRows; ++row) {
+        read[column][row] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (part + row * sharers < parts && vector + column * lanes < end)
+          read[column][row] = all.vector(part + row * sharers, vector + column * lanes);
       }
-      write_slice(s, vector, total);
+  };
+  if (thread == 0) await_parts(counter, parts);
+  ptx::named_barrier(kCombine, kConsumers);
+  load();  // on its way while the weights are worked out
+#pragma unroll 1
+  for (int head = first_head + thread / 32; head * kHeadVectors < end; head += kConsumers / 32) {
+    float* const own = weights + (head - first_head) * parts;
+    float most = -INFINITY, sum = 0.f;  // over this lane's parts
+#pragma unroll 1
+    for (int i = lane; i < parts; i += 32) {
+      const float2 stats = all.stats(i, head);
+      const float higher = fmaxf(most, stats.x);
+      sum = sum * ptx::exp2_approx(most - higher) + stats.y * ptx::exp2_approx(stats.x - higher);
+      most = higher;
+      own[i] = stats.x;
+    }
+    float highest = most;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2)
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, distance));
+    sum *= ptx::exp2_approx(most - highest);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    const float inverse = 1.f / sum;
+#pragma unroll 1
+    for (int i = lane; i < parts; i += 32) own[i] = ptx::exp2_approx(own[i] - highest) * inverse;
+    const int number = s.head_block * T::kHeads + head;
+    if (lane == 0 && s.p.lse != nullptr && number < s.p.num_heads && head * kHeadVectors >= begin)
+      s.p.lse[static_cast<int64_t>(number) * s.p.sequences.batch + s.sequence] = (highest + log2f(sum)) * kLn2;
+  }
+  sums[thread] = make_float4(0.f, 0.f, 0.f, 0.f);
+  ptx::named_barrier(kCombine, kConsumers);
+  float4 total[kColumns] = {};
+#pragma unroll 1
+  while (vector < end) {
+#pragma unroll
+    for (int column = 0; column < kColumns; ++column)
+#pragma unroll
+      for (int row = 0; row < kRows; ++row)
+        if (part + row * sharers < parts && vector + column * lanes < end) {
+          const int head = (vector + column * lanes) / kHeadVectors - first_head;
+          const float weight = weights[head * parts + part + row * sharers];
+          const float4& v = read[column][row];
+          total[column].x += weight * v.x, total[column].y += weight * v.y;
+          total[column].z += weight * v.z, total[column].w += weight * v.w;
+        }
+    part += kRows * sharers;
+    if (part >= parts) {
+#pragma unroll
+      for (int column = 0; column < kColumns; ++column) {
+        if (sharers > 1 && column == 0) sums[thread] = total[column];
+        else if (vector + column * lanes < end) write_slice(s, vector + column * lanes, total[column]);
+        total[column] = make_float4(0.f, 0.f, 0.f, 0.f);
+      }
+      part = thread / lanes;
+      vector += kColumns * lanes;
+    }
+    load();
+  }
+  if (sharers > 1) {
+    ptx::named_barrier(kCombine, kConsumers);
+    if (thread < lanes && begin + thread < end) {
+      float4 sum = sums[thread];
+#pragma unroll 4
+      for (int i = 1; i < sharers; ++i) {
+        const float4 v = sums[i * lanes + thread];
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+      write_slice(s, begin + thread, sum);
     }
   }
-  ptx::named_barrier(1, kConsumers);  // what lies in shared memory has been read
+  if (thread == 0) leave_parts(counter, parts);
+  ptx::named_barrier(kCombine, kConsumers);  // what lies in shared memory has been read
 }
 
 }  // namespace bicl::mla

@@ -12,9 +12,7 @@
 
 namespace bicl::mla {
 
-enum Barrier { kAll = 1, kWarpgroup = 2 };  // named; kWarpgroup + its number
-
-constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLog2E = 1.f / kLn2;
 // Exponents may rise so far above the reference (in log2) before it follows: then P is 256 at most, which fp16 holds.
 constexpr float kHeadroom = 8.f;
 
@@ -35,6 +33,9 @@ __device__ __forceinline__ bool barrier_any(int id, int threads, bool predicate)
   return any != 0;
 }
 
+// The same in all lanes, and ptxas may know it: descriptors then live in uniform registers.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+
 template <typename T>
 class Cta {
   using Element = typename T::Element;
@@ -46,14 +47,17 @@ class Cta {
 
   __device__ __forceinline__ void run() {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp == kConsumers / 32) entries_.build(p_.sequences.cache_seqlens, lane);
-    else if (threadIdx.x == 0) init_barriers();
+    if (warp == kConsumers / 32) {
+      touch_table(lane);
+      entries_.build(p_.sequences.cache_seqlens, lane);
+    } else if (threadIdx.x == 0) init_barriers();
     __syncthreads();
     const Teams teams = this->teams();
     const int begin = teams.begin(team()), end = teams.begin(team() + 1);
     if (warp >= kConsumers / 32) {
-      if constexpr (T::kMoveRegisters) asm volatile("setmaxnreg.dec.sync.aligned.u32 48;" ::: "memory");
+      if constexpr (T::kMoveRegisters) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;" ::: "memory");
       if (warp == kConsumers / 32) produce(begin, end, lane);
+      else if (warp == kConsumers / 32 + 1 && begin < end) publish_ends();
     } else {
       if constexpr (T::kMoveRegisters) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;" ::: "memory");
       if (begin < end) {
@@ -65,6 +69,7 @@ class Cta {
   }
 
  private:
+  __device__ __forceinline__ static int warpgroup() { return uniform(threadIdx.x / 128); }
   __device__ __forceinline__ Teams teams() const {
     return Teams(gridDim.y, entries_.total());
   }
@@ -109,6 +114,17 @@ class Cta {
     const int sequence = entries_.sequence_of(tile);
     const int64_t entry = sequence * p_.sequences.page_table_stride + tile - entries_.first_tile(sequence);
     return {p_.sequences.page_table[entry], entries_.keys(sequence, tile)};
+  }
+
+  // Asks for the start of the page list that this CTA reads if lengths are even, while the lengths are on their way.
+  __device__ __forceinline__ void touch_table(int lane) const {
+    constexpr int kLine = 128 / sizeof(int32_t);
+    const int sequence = team() * p_.sequences.batch / gridDim.y;
+    if (lane * kLine >= p_.table_columns) return;
+    int32_t unused;
+    asm volatile("ld.global.s32 %0, [%1];"
+                 : "=r"(unused)
+                 : "l"(p_.sequences.page_table + sequence * p_.sequences.page_table_stride + lane * kLine));
   }
 
   __device__ __forceinline__ void produce(int begin, int end, int lane) const {
@@ -210,10 +226,16 @@ class Cta {
   template <typename Scored>
   __device__ __forceinline__ void attend(Cursor& cursor, int keys, bool start, State& state,
                                          const Scored& scored) const {
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    uint32_t stages[kStagesPage];
+    const int group = warpgroup(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     float score[T::kOwnBlocks][4];  // of log2
-    compute_scores(cursor, stages, score);
+    compute_scores(cursor, score);
+    uint32_t stages[kStagesPage];
+#pragma unroll
+    for (int part = 0; part < kStagesPage; ++part) {
+      Cursor at = cursor;
+      at.advance(part);
+      stages[part] = stage(at.stage);
+    }
     if (keys < kTileKeys) {
       const int row = warp * 16 + lane / 4;
 #pragma unroll
@@ -236,17 +258,20 @@ class Cta {
 #pragma unroll
     for (int i = 0; i < kValueTiles; ++i) wgmma::hold(state.out[i]);
     wgmma::fence();
+    uint32_t values[kValueTiles];
+#pragma unroll
+    for (int i = 0; i < kValueTiles; ++i) {
+      // The stage is picked by arithmetic, as a register array takes no index.
+      const int low = i, high = kValueTiles + i;
+      values[i] = uniform(wgmma::descriptor(group == 0 ? stages[low / kStageTiles] + low % kStageTiles * kTileBytes
+                                                       : stages[high / kStageTiles] + high % kStageTiles * kTileBytes));
+    }
+    const uint32_t probabilities = uniform(wgmma::descriptor(base_ + T::kWeights));
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
-      for (int i = 0; i < kValueTiles; ++i) {
-        // The stage is picked by arithmetic, as a register array takes no index.
-        const int low = i, high = kValueTiles + i;
-        const uint32_t tile = group == 0 ? stages[low / kStageTiles] + low % kStageTiles * kTileBytes
-                                         : stages[high / kStageTiles] + high % kStageTiles * kTileBytes;
-        multiply<1>(state.out[i], wgmma::descriptor(tile) + k * (16 * 128 >> 4), wgmma::descriptor(base_ + T::kWeights) + k * 2,
-                    !start || k > 0, Element{});
-      }
+      for (int i = 0; i < kValueTiles; ++i)
+        multiply<1>(state.out[i], values[i] + k * (16 * 128 >> 4), probabilities + k * 2, !start || k > 0, Element{});
     wgmma::commit();
     add_weights(score, state);
     wgmma::wait<0>();
@@ -260,38 +285,34 @@ class Cta {
     }
   }
 
-  // Scores of own heads, in log2, and where the page's parts lie.
-  __device__ __forceinline__ void compute_scores(Cursor cursor, uint32_t (&stages)[kStagesPage],
-                                                 float (&score)[T::kOwnBlocks][4]) const {
-    const int group = threadIdx.x / 128;
+  // Scores of own heads, in log2. The first warpgroup sums over tiles 0 to 3 and half of tile 4, the second over the
+  // rest, so that both read one part of the page, then the middle one.
+  __device__ __forceinline__ void compute_scores(const Cursor& cursor, float (&score)[T::kOwnBlocks][4]) const {
+    const int group = warpgroup();
     float chain[T::kChains][T::kBlocks * 4];
+    const int first_part = group * (kStagesPage - 1), third_tile = group == 0 ? 3 : 5;
     const uint32_t query = wgmma::descriptor(base_ + T::kQuery);
+    constexpr int kQueryTile = T::kQueryTile >> 4, kTile = kTileBytes >> 4;
+    int index = 0;  // of a step of 16 dims
+    const auto multiply_tile = [&](uint32_t keys, uint32_t queries, int steps) {
 #pragma unroll
-    for (int part = 0; part < kStagesPage; ++part) {
-      Cursor at = cursor;
-      at.advance(part);
-      stages[part] = stage(at.stage);
-    }
+      for (int k = 0; k < steps; ++k, ++index)
+        multiply<0>(chain[index % T::kChains], keys + k * 2, queries + k * 2, index >= T::kChains, Element{});
+    };
+    Cursor first = cursor, middle = cursor;
+    first.advance(first_part), middle.advance(1);
+    ptx::mbarrier_wait(full(first.stage), first.parity);
+    wgmma::fence();
+    const uint32_t keys = uniform(wgmma::descriptor(stage(first.stage)));
+    const uint32_t queries = uniform(query + first_part * kStageTiles * kQueryTile);
 #pragma unroll
-    for (int i = 0; i < kScoreSteps; ++i) {
-      // Of the first warpgroup, of the second. Chosen by arithmetic: a register array takes no index.
-      const int steps[kWarpgroups] = {i, kScoreSteps + i};
-      const int tiles[kWarpgroups] = {steps[0] / 4, steps[1] / 4};
-      const int parts[kWarpgroups] = {tiles[0] / kStageTiles, tiles[1] / kStageTiles};
-      const auto either = [group](uint32_t first, uint32_t second) { return group == 0 ? first : second; };
-      if (i % 6 == 0) {  // one of them comes to another part
-        Cursor at = cursor;
-        at.advance(either(parts[0], parts[1]));
-        ptx::mbarrier_wait(full(at.stage), at.parity);
-        wgmma::fence();
-      }
-      const uint32_t tile = either(stages[parts[0]] + tiles[0] % kStageTiles * kTileBytes,
-                                   stages[parts[1]] + tiles[1] % kStageTiles * kTileBytes);
-      multiply<0>(chain[i % T::kChains], wgmma::descriptor(tile) + either(steps[0] % 4 * 2, steps[1] % 4 * 2),
-                  query + either(tiles[0] * (T::kQueryTile >> 4) + steps[0] % 4 * 2,
-                                 tiles[1] * (T::kQueryTile >> 4) + steps[1] % 4 * 2),
-                  i >= T::kChains, Element{});
-    }
+    for (int tile = 0; tile < kStageTiles; ++tile)
+      multiply_tile(keys + tile * kTile, queries + tile * kQueryTile, 4);
+    ptx::mbarrier_wait(full(middle.stage), middle.parity);
+    wgmma::fence();
+    const uint32_t middle_keys = uniform(wgmma::descriptor(stage(middle.stage)));
+    multiply_tile(uniform(middle_keys + (third_tile - 3) * kTile), uniform(query + third_tile * kQueryTile), 4);
+    multiply_tile(uniform(middle_keys + kTile + group * 4), uniform(query + 4 * kQueryTile + group * 4), 2);
     wgmma::commit();
     wgmma::wait<0>();
 #pragma unroll
@@ -323,7 +344,7 @@ class Cta {
 
   // Exponentials to shared memory, [head][key]. Whether an exponent exceeds what the reference allows.
   __device__ __forceinline__ bool write_weights(const float (&score)[T::kOwnBlocks][4], const State& state) const {
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int group = warpgroup(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     bool risen = false;
 #pragma unroll
     for (int j = 0; j < T::kOwnBlocks; ++j) {
@@ -350,7 +371,7 @@ class Cta {
 
   // The references follow the greatest scores of this tile; what was summed before is to be multiplied by factors().
   __device__ __forceinline__ void raise(const float (&score)[T::kOwnBlocks][4], bool start, State& state) const {
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int group = warpgroup(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int first = group * T::kOwnHeads + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < T::kOwnBlocks; ++j)
@@ -410,7 +431,7 @@ class Cta {
 
   // The end of a segment: its result if it is the whole sequence, else a part for combine_parts().
   __device__ __forceinline__ void finish(State& state, int sequence, bool whole, bool from_start) const {
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int group = warpgroup(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < T::kOwnBlocks; ++j)
 #pragma unroll
@@ -434,7 +455,7 @@ class Cta {
         reinterpret_cast<float2*>(target + T::kHeads * kValueDim)[head] = make_float2(reference, sum);
       else if (p_.lse != nullptr && head_block() * T::kHeads + head < p_.num_heads)
         p_.lse[static_cast<int64_t>(head_block() * T::kHeads + head) * p_.sequences.batch + sequence] =
-            (reference + log2f(sum)) / kLog2E;
+            (reference + log2f(sum)) * kLn2;
     }
     if (whole) {
 #pragma unroll
@@ -466,8 +487,7 @@ class Cta {
           const int dim = (group * kValueTiles + i) * 64 + warp * 16 + e / 2 * 8 + lane / 4;
           target[head * kValueDim + dim] = state.out[i][j * 4 + e];
         }
-    ptx::named_barrier(kAll, kConsumers);
-    if (threadIdx.x == 0) publish_part(counter(sequence));
+    ptx::named_barrier_arrive(kPublish + from_start, kConsumers + 32);
   }
 
   __device__ __forceinline__ int32_t* counter(int sequence) const {
@@ -477,6 +497,25 @@ class Cta {
   // Slices of the sequences at this CTA's ends that it shares with others. Only when it has read all of its tiles: the
   // parts of the others are ready at about the same time.
   __device__ __forceinline__ void combine_ends() const {
+    for_shared_ends([&](int sequence, bool, int first_team, int parts) {
+      const Slice<T> slice{p_, sequence, head_block(), parts, team() - first_team};
+      const Parts<T> all(part(first_team, true), gridDim.x * 2 * T::kPartFloats);
+      combine(slice, all, counter(sequence), shared_ + T::kRing);
+    });
+  }
+
+  // By a warp of its own, as the fence takes long: what the consumers wrote.
+  __device__ __forceinline__ void publish_ends() const {
+    for_shared_ends([&](int sequence, bool from_start, int, int) {
+      ptx::named_barrier(kPublish + from_start, kConsumers + 32);
+      if (threadIdx.x % 32 == 0) publish_part(counter(sequence));
+    });
+  }
+
+  // The sequences at this CTA's ends that it shares with others:
+  // visit(sequence, whether its start is here, first team, teams).
+  template <typename Visit>
+  __device__ __forceinline__ void for_shared_ends(const Visit& visit) const {
     const Teams teams = this->teams();
     const int begin = teams.begin(team()), end = teams.begin(team() + 1);
     const int last_sequence = entries_.sequence_of(end - 1);
@@ -485,9 +524,8 @@ class Cta {
     while (true) {
       const int first = entries_.first_tile(sequence), last = entries_.first_tile(sequence + 1);
       if (first < begin || end < last) {
-        const int first_team = teams.owner(first), parts = teams.owner(last - 1) - first_team + 1;
-        const Slice<T> slice{p_, sequence, head_block(), parts, team() - first_team};
-        combine(slice, counter(sequence), shared_ + T::kRing, [&](int i) { return part(first_team + i, i == 0); });
+        const int first_team = teams.owner(first);
+        visit(sequence, begin <= first, first_team, teams.owner(last - 1) - first_team + 1);
       }
       if (sequence == last_sequence) return;
       sequence = last_sequence;

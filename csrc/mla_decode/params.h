@@ -13,6 +13,7 @@ constexpr int kMlaMaxBatch = 2047;
 
 struct MlaDecodeParams {
   Sequences sequences;
+  int table_columns;  // of page_table
   const void* pages;  // [num_pages][9 tiles][64 tokens][64 dims], swizzled
   const void* query;  // [batch][num_heads][576], last dim contiguous
   void* out;          // [batch][num_heads][512], the same

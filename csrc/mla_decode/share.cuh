@@ -71,21 +71,22 @@ class Entries {
   int batch_;
 };
 
-// The pieces of the line, none of them empty.
+// The pieces of the line, none of them empty. Products stay below 2^32: at most 256 teams, and as many tiles as an entry
+// can tell apart.
 class Teams {
  public:
   __device__ __forceinline__ Teams(int most, int total) : count_(min(most, total)), total_(total) {}
 
   // First tile of a team; of those that get none: the line's end.
   __device__ __forceinline__ int begin(int team) const {
-    return team < count_ ? static_cast<int>(static_cast<int64_t>(team) * total_ / count_) : total_;
+    return team < static_cast<int>(count_) ? static_cast<uint32_t>(team) * total_ / count_ : total_;
   }
   __device__ __forceinline__ int owner(int tile) const {
-    return static_cast<int>((static_cast<int64_t>(tile + 1) * count_ - 1) / total_);
+    return ((static_cast<uint32_t>(tile) + 1) * count_ - 1) / total_;
   }
 
  private:
-  int count_, total_;
+  uint32_t count_, total_;
 };
 
 }  // namespace bicl::mla

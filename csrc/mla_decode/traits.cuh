@@ -5,6 +5,7 @@
 
 namespace bicl::mla {
 
+constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kWarpgroups = 2;
 constexpr int kConsumers = kWarpgroups * 128;
 constexpr int kTileBytes = 64 * 128;       // 64 tokens of 64 dims
@@ -13,7 +14,6 @@ constexpr int kStageTiles = 3;             // of a page, one bulk copy
 constexpr int kStagesPage = kDimTiles / kStageTiles;
 constexpr int kStageBytes = kStageTiles * kTileBytes;
 constexpr int kValueTiles = kValueDim / 64 / kWarpgroups;  // of a warpgroup
-constexpr int kScoreSteps = kLatentDim / 16 / kWarpgroups;  // of 16 dims, of a warpgroup
 constexpr int kMaxSharedBytes = 227 * 1024;
 constexpr int kMaxParts = 256;  // of a sequence: CTAs at most
 
@@ -26,7 +26,7 @@ struct Traits {
   static constexpr int kOwnBlocks = kOwnHeads / 8;
   // Wide outputs take more registers than an equal share: the producer gives up its own, which a whole warpgroup must do.
   static constexpr bool kMoveRegisters = kHeads > 16;
-  static constexpr int kThreads = kConsumers + (kMoveRegisters ? 128 : 32);
+  static constexpr int kThreads = kConsumers + (kMoveRegisters ? 128 : 64);
   // Scores are summed in so many accumulators: products of few columns end sooner than the next may add to them.
   static constexpr int kChains = kHeads == 16 ? 3 : kHeads == 32 ? 2 : 1;
   static constexpr int kQueryTile = kHeads * 128;  // bytes of 64 dims
