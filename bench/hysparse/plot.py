@@ -20,10 +20,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 STYLES = {
     "centroids": ("#0b6e4f", "-", "BICL: centroids of a page's keys"),
-    "centroids served": ("#0b6e4f", "--", "as served: floor, kinds of text"),
+    "centroids served": ("#0b6e4f", "--", "as served, pages of 64"),
     "centroids fitted": ("#6cc3a0", "-", "fitted"),
-    "centroids served fitted": ("#6cc3a0", "--", "fitted, as served"),
-    "centroids served pages-32": ("#1f3d7a", "--", "as served, pages of 32"),
+    "centroids served fitted": ("#6cc3a0", "--", "as served, pages of 64, fitted"),
+    "centroids served pages-32": ("#1f3d7a", "--", "as served: floor, kinds of text, pages of 32"),
     "bounds": ("#e377c2", "-", "weighted boxes a page"),
     "quest": ("#5b8bd0", "-", "min/max a page (Quest)"),
     "literal": ("#c9822b", "-", "literal: softmax in windows, tokens"),

@@ -26,7 +26,7 @@ def _page_size(value: int) -> int:
     return value
 
 
-PageSize = Annotated[int, typer.Option(help="As --block-size: 64 or 32.", callback=_page_size)]
+PageSize = Annotated[int, typer.Option(help="As --block-size: 32 or 64.", callback=_page_size)]
 
 app = typer.Typer(
     help="Calibrate HySparse for a model.", no_args_is_help=True, rich_markup_mode=None
@@ -54,7 +54,7 @@ def fit(
     tokens: Annotated[int, typer.Option(min=64, help="Longest piece.")] = 4096,
     queries: Annotated[int, typer.Option(min=10, help="Queries of each piece to learn from.")] = 96,
     steps: Annotated[int, typer.Option(min=1, help="Of the optimiser.")] = 150,
-    page_size: PageSize = 64,
+    page_size: PageSize = 32,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Teach the gate what your texts attend to: minutes on a CPU for a small model."""
@@ -97,7 +97,7 @@ def tune(
     pieces: Annotated[int, typer.Option(min=1, help="Pieces of text to read.")] = 4,
     context_tokens: Annotated[int, typer.Option(min=64, help="Prompt of a piece.")] = 4096,
     predicted_tokens: Annotated[int, typer.Option(min=1, help="Predicted after it.")] = 64,
-    page_size: PageSize = 64,
+    page_size: PageSize = 32,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Search the largest sparsity that your texts and tasks allow. Interrupted, it goes on."""

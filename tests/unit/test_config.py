@@ -157,6 +157,25 @@ def test_auto_block_size_follows_head_dim_and_length(
 
 
 @pytest.mark.parametrize(
+    ("block_size", "head_dim", "expected"),
+    [
+        ("auto", 64, 32),
+        ("auto", 128, 32),
+        ("auto", 80, 32),
+        ("auto", 256, 32),
+        ("auto", 224, 64),  # no kernel for seven tiles of 32
+        ("64", 128, 64),
+        ("32", 128, 32),
+    ],
+)
+def test_auto_takes_small_pages_where_they_are_chosen(
+    block_size: str, head_dim: int, expected: int
+) -> None:
+    config = KVCacheConfig(block_size=block_size)
+    assert config.page_size(head_dim, 8192, chooses_pages=True) == expected
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("1024", 1024),

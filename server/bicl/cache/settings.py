@@ -59,8 +59,8 @@ class KVCacheConfig:
 
     block_size: str = setting(
         "auto",
-        "Tokens a page. auto: 64; 32 where 64 would pad the head dimension and 32 would not, or "
-        "for requests of at most 256 tokens.",
+        "Tokens a page. auto: 64; 32 where 64 would pad the head dimension and 32 would not, for "
+        "requests of at most 256 tokens, or where HySparse chooses pages.",
         env="BICL_BLOCK_SIZE",
         choices=BLOCK_SIZES,
     )
@@ -120,10 +120,20 @@ class KVCacheConfig:
                 "--disk-cache-dir; give one or the other"
             )
 
-    def page_size(self, head_dim: int, max_total_tokens: int) -> int:
-        """Tokens a page, with ``auto`` resolved for a model and its longest request."""
+    def page_size(
+        self, head_dim: int, max_total_tokens: int, *, chooses_pages: bool = False
+    ) -> int:
+        """Tokens a page, with ``auto`` resolved for a model and its longest request.
+
+        Args:
+            chooses_pages: decode steps choose the pages that they read, and choose better among
+                small ones.
+        """
         if self.block_size != "auto":
             return int(self.block_size)
         # Beyond 160, kernels for 32-wide tiles are built for heads that fill 64-wide ones, too.
+        narrow = -(-head_dim // 32) * 32
+        has_kernel = narrow <= 160 or narrow % 64 == 0
         avoids_padding = head_dim in (32, 96, 160)
-        return 32 if avoids_padding or max_total_tokens <= 256 else 64
+        chooses = chooses_pages and has_kernel
+        return 32 if avoids_padding or max_total_tokens <= 256 or chooses else 64

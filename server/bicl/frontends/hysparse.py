@@ -47,7 +47,7 @@ class FitRequest:
     tokens: int = 4096
     queries: int = 96
     steps: int = 150
-    page_size: int = 64
+    page_size: int = 32
     device: str = "cpu"
 
 

@@ -158,7 +158,7 @@ def run_tune(
     context: int,
     predicted: int,
     device: str,
-    page_size: int = 64,
+    page_size: int,
 ) -> Result:
     """Load a model and its samples, then :func:`tune`.
 

@@ -68,7 +68,11 @@ def plan_launch(line: CommandLine, model: ModelConfig | None, hardware: Verdict)
         launch.notes += notes
     if graphs := _cuda_graphs(line):
         launch.environment["CUDA_GRAPHS"] = graphs
-    launch.notes.append(f"pages of {block_size} tokens, attention over BICL tiles")
+    asked = line.our("--block-size", "auto") != "auto"
+    small = ", for HySparse to choose among (--block-size)" if enables_hysparse(line) else ""
+    launch.notes.append(
+        f"pages of {block_size} tokens{'' if asked else small}, attention over BICL tiles"
+    )
     if model is not None and model.head_dim is not None and model.head_dim % block_size:
         padded = -(-model.head_dim // block_size) * block_size
         launch.notes.append(
@@ -162,7 +166,7 @@ def _block_size(line: CommandLine, model: ModelConfig | None) -> int:
     total = line.their("--max-total-tokens") or ""
     longest = int(total) if total.isdecimal() else 1 << 30
     head_dim = model.head_dim if model is not None else None
-    return config.page_size(head_dim or 64, longest)
+    return config.page_size(head_dim or 64, longest, chooses_pages=enables_hysparse(line))
 
 
 def _cuda_graphs(line: CommandLine) -> str:

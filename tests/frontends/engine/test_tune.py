@@ -176,9 +176,9 @@ def test_a_gate_beside_the_model_is_tried_as_serve_takes_it(tmp_path: Path, monk
     monkeypatch.setattr(module, "read_samples", lambda *_, **__: SAMPLES)
     monkeypatch.setattr(module, "engine_for", lambda *_: SIZES)
     monkeypatch.setattr(module, "tune", lambda *_, base, **__: tried.append(base.gate_path))
-    options = {"max_drop": 1.0, "pieces": 1, "context": 600, "predicted": 16, "device": "cpu"}
+    options = {"max_drop": 1.0, "pieces": 1, "context": 600, "predicted": 16, "page_size": 32}
     for base in (BASE, replace(BASE, gate_path="own")):
-        run_tune(str(tmp_path), [], None, GRID, tmp_path, base=base, **options)
+        run_tune(str(tmp_path), [], None, GRID, tmp_path, base=base, device="cpu", **options)
     assert tried == [str(gate), "own"]
 
 

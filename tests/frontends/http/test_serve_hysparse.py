@@ -52,8 +52,10 @@ def serve_and_ask(tmp_path: Path, *flags: str, mode: str) -> str:
         "--max-batch-size=2",
     )
     with bicl_serve(tmp_path / "log", *flags) as server, httpx.Client(base_url=server.url) as http:
-        info = http.get("/info").json()["bicl"]["cache"]["hysparse"]
+        cache = http.get("/info").json()["bicl"]["cache"]
+        info, chooses = cache["hysparse"], mode == "select"
         assert (info["mode"], info["layers"]) == (mode, list(range(9, 27)))
+        assert cache["block_size"] == (32 if chooses else 64)
         body = {
             "inputs": TEXT * 35,
             "parameters": {"max_new_tokens": 12, "details": True, "do_sample": False},
@@ -73,4 +75,5 @@ def serve_and_ask(tmp_path: Path, *flags: str, mode: str) -> str:
         assert "bicl_reuse_enabled 1.0" in metrics
     log = (tmp_path / "log").read_text()
     assert "in 18 of 30 layers" in log
+    assert log.count("pages of 32 tokens, for HySparse to choose among") == chooses
     return log

@@ -313,5 +313,9 @@ def test_the_environment_says_it_all() -> None:
         {"BICL_ENABLE_HYSPARSE": "1", "BICL_HYSPARSE_SPARSITY_RATIO": "0.7"}
     )
     assert found.hysparse == HySparseConfig(sparsity_ratio=0.7)
+    assert found.block_size == 32  # nobody looked at the model, nobody asked
+    asked = {"BICL_ENABLE_HYSPARSE": "1", "BICL_BLOCK_SIZE": "64"}
+    assert OverlayConfig.from_environment(asked).block_size == 64
+    assert OverlayConfig.from_environment({}).block_size == 64
     with pytest.raises(ConfigError, match="needs --enable-hysparse"):
         OverlayConfig.from_environment({"BICL_HYSPARSE_MAX_K": "9"})

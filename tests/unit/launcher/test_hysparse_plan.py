@@ -54,6 +54,17 @@ def test_flags_reach_the_shard_through_the_environment() -> None:
     assert any("70% of the tiles" in note for note in launch.notes)
 
 
+@pytest.mark.parametrize(("flags", "size"), [("", "32"), ("--block-size 64", "64")])
+def test_pages_are_small_unless_asked_for(flags: str, size: str) -> None:
+    launch = plan(f"{ON}{flags} --model-id m")
+    assert launch.environment["BICL_BLOCK_SIZE"] == size
+    assert OverlayConfig.from_environment(launch.environment).block_size == int(size)
+    (note,) = [note for note in launch.notes if note.startswith(f"pages of {size} tokens")]
+    assert ("HySparse" in note) == (not flags)
+    by_variable = plan("--model-id m", BICL_ENABLE_HYSPARSE="1", BICL_BLOCK_SIZE="64")
+    assert by_variable.environment["BICL_BLOCK_SIZE"] == "64"
+
+
 def test_the_environment_enables_it_too_and_a_flag_wins() -> None:
     launch = plan(
         "--hysparse-sparsity-ratio 0.5",

@@ -181,10 +181,13 @@ def _engine_config(config: ServerConfig, loaded: LoadedModel) -> EngineConfig:
     assert config.max_total_tokens is not None
     assert config.max_batch_prefill_tokens is not None
     head_dim = max(layer.head_dim for layer in loaded.geometry.layers)
-    page_size = config.cache.page_size(head_dim, config.max_total_tokens)
+    hysparse = config.hysparse.resolve()
+    chooses = hysparse is not None and hysparse.mode == "select"
+    page_size = config.cache.page_size(head_dim, config.max_total_tokens, chooses_pages=chooses)
+    if chooses and config.cache.block_size == "auto":
+        log.info("pages of %d tokens, for HySparse to choose among (--block-size)", page_size)
     memory, total = config.cache.cache_memory, config.max_batch_total_tokens
     folder = config.cache.disk_cache_dir
-    hysparse = config.hysparse.resolve()
     return EngineConfig(
         max_total_tokens=config.max_total_tokens,
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,

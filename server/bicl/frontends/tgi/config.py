@@ -21,7 +21,8 @@ ATTENTION = "flashdecoding"
 """TGI's name for attention over a paged cache with prefix caching; its router knows no other."""
 
 BLOCK_SIZES = (32, 64)
-DEFAULT_BLOCK_SIZE = 64  # of "auto" where no launcher has looked at the model's config
+# Of "auto" where no launcher has looked at the model's config; and where HySparse chooses pages.
+DEFAULT_BLOCK_SIZE, HYSPARSE_BLOCK_SIZE = 64, 32
 
 HOST_SIZE, DISK_DIR, DISK_SIZE = "HOST_CACHE_SIZE", "DISK_CACHE_DIR", "DISK_CACHE_SIZE"
 
@@ -63,9 +64,10 @@ class OverlayConfig:
     def from_environment(cls, environment: Mapping[str, str]) -> OverlayConfig:
         """Raises ConfigError naming the variable, its value and what is allowed."""
         sparse = HySparseSettings.from_environment(environment)
+        default = HYSPARSE_BLOCK_SIZE if sparse.enable_hysparse else DEFAULT_BLOCK_SIZE
         host_bytes, folder, disk_bytes = _tiers(environment)
         return cls(
-            block_size=_block_size(environment.get("BICL_BLOCK_SIZE", "auto")),
+            block_size=_block_size(environment.get("BICL_BLOCK_SIZE", "auto"), default),
             deterministic=_flag(environment, "BICL_DETERMINISTIC", False),
             verify_prefixes=_flag(environment, "BICL_VERIFY_PREFIXES", True),
             poison=_flag(environment, "BICL_DEBUG_POISON", False),
@@ -84,9 +86,9 @@ def overlay_config() -> OverlayConfig:
     return OverlayConfig.from_environment(os.environ)
 
 
-def _block_size(text: str) -> int:
+def _block_size(text: str, default: int) -> int:
     if text == "auto":
-        return DEFAULT_BLOCK_SIZE
+        return default
     if text not in map(str, BLOCK_SIZES):
         raise ConfigError(f"BICL_BLOCK_SIZE is {text!r}; use one of 32, 64, auto")
     return int(text)
