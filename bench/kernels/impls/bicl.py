@@ -4,7 +4,8 @@
 at fixed keys, ``-pdl`` lets a launch overlap the end of the kernel before it, ``-fp8`` stores e4m3,
 ``-sm80`` takes the path for cards before Hopper, ``-with-plan`` makes the step's plan anew in every
 call, ``-no-plan`` does without, ``-other-lengths`` captures its graph while the sequences are half
-as long and in reverse order, ``-fp8-in-kernel`` never widens a prefill's fp8 pages ahead of it.
+as long and in reverse order, ``-fp8-in-kernel`` never widens a prefill's fp8 pages ahead of it,
+``-p32`` has pages of 32 tokens.
 Otherwise a prefill's plan stands before the clock starts, and a decode step's is made within it by
 every 32nd call, which stands for a model of 32 layers.
 """
@@ -65,6 +66,7 @@ def register(registry: Registry) -> None:
         Contestant("bicl", partial(_prefill, {})),
         Contestant("bicl-with-plan", partial(_prefill, {}, plan_each_call=True)),
         Contestant("bicl-deterministic", partial(_prefill, {"deterministic": True})),
+        Contestant("bicl-p32", partial(_prefill, {}, page=32)),
         Contestant("bicl-fp8", partial(_prefill, {}, dtype=_FP8), element_bytes=1),
         Contestant(
             "bicl-fp8-in-kernel", partial(_prefill, {}, dtype=_FP8, widen=False), element_bytes=1
@@ -88,9 +90,9 @@ def workspace(device: torch.device, deterministic: bool) -> Workspace:
     return Workspace(device, HEAD_DIM, 8, _MAX_PAIRS, deterministic=deterministic)
 
 
-def pages_of(batch: PagedBatch, dtype: torch.dtype) -> LayerCache:
-    layout = PageLayout(batch.heads.kv, HEAD_DIM, dtype)
-    return batch.arena.tiles(layout, batch.num_pages(PAGE))
+def pages_of(batch: PagedBatch, dtype: torch.dtype, page: int = PAGE) -> LayerCache:
+    layout = PageLayout(batch.heads.kv, HEAD_DIM, dtype, page, tile=page)
+    return batch.arena.tiles(layout, batch.num_pages(page))
 
 
 def decode_calls(
@@ -190,10 +192,11 @@ def _prefill(
     batch: PagedBatch,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    page: int = PAGE,
     plan_each_call: bool = False,
     widen: bool = True,
 ) -> Prepared:
-    layer, metas = pages_of(batch, dtype), batch.metadata(PAGE)
+    layer, metas = pages_of(batch, dtype, page), batch.metadata(page)
     out = torch.empty_like(batch.query)
     tokens, device = batch.query.shape[0], batch.arena.device
     size = workspace_bytes(tokens, len(batch.lengths), batch.heads.group, HEAD_DIM, device)
