@@ -37,12 +37,13 @@ def test_prefix_comes_back_from_host_memory(tiny, length: int) -> None:
     assert usage.cached_tokens == usage.cached_host_tokens == (length - 1) // 64 * 64
 
 
-def test_the_index_of_a_page_comes_back_with_it(tiny) -> None:
+@pytest.mark.parametrize("page_size", [64, 32])
+def test_the_index_of_a_page_comes_back_with_it(tiny, page_size: int) -> None:
     """Every sparse step's audit computes it again and compares."""
     ids = prompt(400)
     sparse = HySparseConfig(text_kind="off", layers="0-2/3", floor_tokens=128, sparsity_ratio=0.6)
     bounds = GuardBounds(shadow_interval=1, min_mass_kept=0.0)
-    with tiered(tiny, hysparse=sparse, guard=bounds) as engine:
+    with tiered(tiny, hysparse=sparse, guard=bounds, page_size=page_size) as engine:
         (first,) = serve(engine, request(ids))
         forget_pool(engine)
         for index in engine._runner.shadow.sparse.indexes.values():
