@@ -17,10 +17,11 @@ inline void check_latent_pages(const TensorView& pages) {
 
 // query [B, num_heads, 576], out [B, num_heads, 512], of the pages' dtype; lse float32 [num_heads, B] or None;
 // page_table int32 [B, max_pages]; workspace float32, mla_workspace_bytes(); counters int32, mla_num_counters(), zero.
-// Neither of the last two may be shared by two streams.
+// Neither of the last two may be shared by two streams. pdl: start before the kernel ahead has ended; it is waited for
+// before anything is read.
 inline void mla_decode_api(TensorView out, Optional<TensorView> lse, TensorView query, TensorView pages,
                            TensorView page_table, TensorView cache_seqlens, TensorView workspace, TensorView counters,
-                           double scale) {
+                           double scale, bool pdl) {
   check_latent_pages(pages);
   MlaDecodeParams p = {};
   const int device = pages.device().device_id;
@@ -72,6 +73,7 @@ inline void mla_decode_api(TensorView out, Optional<TensorView> lse, TensorView 
   p.num_counters = static_cast<int>(counters.numel());
   BICL_CHECK(scale > 0 && scale < 1e30) << "scale is " << scale << "; a positive finite number is needed";
   p.scale = static_cast<float>(scale);
+  p.pdl = pdl;
   DeviceGuard guard(device);
   mla_decode(p, device, current_stream(device));
 }

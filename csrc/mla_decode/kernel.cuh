@@ -47,6 +47,10 @@ class Cta {
 
   __device__ __forceinline__ void run() {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (p_.pdl) {
+      ptx::grid_dependency_wait();
+      ptx::grid_launch_dependents();
+    }
     if (warp == kConsumers / 32) {
       touch_table(lane);
       entries_.build(p_.sequences.cache_seqlens, lane);

@@ -80,16 +80,18 @@ void mla_decode(const MlaDecodeParams& p, int device, cudaStream_t stream) {
   const void* function = runnable(kernel.function);
   BICL_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes));
   // CTAs wait for each other's parts: the launch is cooperative, so that all of them run at once.
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks, teams);
   config.blockDim = dim3(kernel.threads);
   config.dynamicSmemBytes = kernel.shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = p.pdl ? 2 : 1;
   MlaDecodeParams params = p;
   void* arguments[] = {&params};
   BICL_CUDA_CHECK(cudaLaunchKernelExC(&config, function, arguments));

@@ -27,6 +27,7 @@ struct MlaDecodeParams {
   int32_t* counters;  // [batch * head blocks], zero between launches
   int64_t workspace_bytes;
   int num_counters;
+  bool pdl;           // programmatic dependent launch
 };
 
 struct StoreLatentParams {

@@ -1,4 +1,7 @@
-"""Our decode attention over latent pages, by the class that a model calls."""
+"""Our decode attention over latent pages, by the class that a model calls.
+
+``-pdl`` lets a launch overlap the end of the kernel before it, as is the class's default.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,19 @@ def register(registry: Registry) -> None:
         library.module()
     except BackendError as error:
         raise ImportError(str(error)) from error
-    registry.mla.append(Contestant("bicl", _decode, ours=True))
+    registry.mla += [
+        Contestant("bicl", partial(_decode, False), ours=True),
+        Contestant("bicl-pdl", partial(_decode, True), ours=True),
+    ]
 
 
 @cache
-def _attention(device: torch.device) -> LatentAttention:
-    return LatentAttention(device, max_batch=256, num_heads=128)
+def _attention(device: torch.device, pdl: bool) -> LatentAttention:
+    return LatentAttention(device, max_batch=256, num_heads=128, pdl=pdl)
 
 
-def _decode(batch: PagedBatch) -> Prepared:
-    attention = _attention(batch.arena.device)
+def _decode(pdl: bool, batch: PagedBatch) -> Prepared:
+    attention = _attention(batch.arena.device, pdl)
     layer = batch.arena.tiles(latent_layout(torch.bfloat16), batch.num_pages(_PAGE))
     tables = batch.page_tables(_PAGE)
     out = torch.empty_like(batch.query[..., :VALUE_DIM])

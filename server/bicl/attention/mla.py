@@ -59,13 +59,17 @@ class LatentAttention:
         device: where the pages live: a card of compute capability 9.0, or the CPU.
         max_batch: largest number of sequences of a step, at most 2047.
         num_heads: largest number of query heads.
+        pdl: programmatic dependent launch: a kernel starts while the one ahead still runs, and
+            waits for it before it reads.
 
     Raises:
         BackendError: the device cannot; the message says what is missing.
         InvalidInputError: ``max_batch`` or ``num_heads`` out of range.
     """
 
-    def __init__(self, device: torch.device | str, *, max_batch: int, num_heads: int) -> None:
+    def __init__(
+        self, device: torch.device | str, *, max_batch: int, num_heads: int, pdl: bool = True
+    ) -> None:
         if not 1 <= max_batch <= MAX_BATCH:
             raise InvalidInputError(f"max_batch is {max_batch}; 1 to {MAX_BATCH} is possible")
         if num_heads < 1:
@@ -73,6 +77,7 @@ class LatentAttention:
         self.device = torch.device(device)
         self.max_batch = max_batch
         self.num_heads = num_heads
+        self.pdl = pdl
         self._workspace: cuda.LatentWorkspace | None = None
         if self.device.type == "cuda":
             library.require_device(self.device)
@@ -174,6 +179,7 @@ class LatentAttention:
                 scale=scale,
                 out=out,
                 lse=lse if return_lse else None,
+                pdl=self.pdl,
             )
         except ValueError as error:
             raise InvalidInputError(str(error)) from error

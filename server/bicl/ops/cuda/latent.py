@@ -53,6 +53,7 @@ def mla_decode(
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """Writes ``out`` ``[B, heads, 512]`` and ``lse`` float32 ``[heads, B]``.
 
@@ -60,6 +61,7 @@ def mla_decode(
         query: ``[B, heads, 576]`` of the pages' dtype; rows 16-byte aligned.
         page_table: int32 ``[B, max_pages]``.
         cache_seqlens: int32 ``[B]``; 0: zeros, and -inf for the LSE.
+        pdl: start before the kernel ahead has ended; it is waited for before anything is read.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; the message names them.
@@ -75,4 +77,5 @@ def mla_decode(
         workspace.partials,
         workspace.counters,
         scale,
+        pdl,
     )
