@@ -52,6 +52,8 @@ from bicl.ops.cuda.stage_step import bind_stage_step
 from bicl.ops.cuda.swiglu import swiglu
 from bicl.ops.cuda.widen_pages import widen_pages
 from bicl.ops.cuda.workspace import Workspace
+from bicl.sparse.backend import SparseBackend
+from bicl.sparse.config import HySparseConfig
 from bicl.sparse.index import make_indexes
 from bicl.sparse.selection import SelectionRule
 
@@ -176,6 +178,11 @@ def choose(shape: Shape) -> None:
                 after_store=True,
                 force_cluster=cluster,
             )  # type: ignore[misc]
+    wrapped = SparseBackend(backend, HySparseConfig(floor_tokens=0), {0: index})
+    planned = replace(meta, sparsity=sparsity)
+    wrapped.plan(planned)
+    for _ in range(2):  # the second layer knows how many tokens it reads while it chooses them
+        wrapped.run(step.query, layer, planned, scale=0.1)
 
 
 def latent(heads: int) -> None:
