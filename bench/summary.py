@@ -102,18 +102,18 @@ def prefill_table(rows: Rows, heads: str) -> str:
 def mla_table(rows: Rows) -> str:
     """Decode over latents in us; empty but for its head where it was not measured."""
     lines = [
-        "| batch x context | floor | **BICL** | / floor | FlashMLA | / FlashMLA |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| batch x context | floor | **BICL** | / floor | launched early | FlashMLA | / FlashMLA |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in MLA_SHAPES:
-        floor, ours, peer = (
+        floor, ours, early, peer = (
             find(rows, "mla", str(LATENT_HEADS), shape, impl)
-            for impl in ("floor", "bicl", "flashmla-p64")
+            for impl in ("floor", "bicl", "bicl-pdl", "flashmla-p64")
         )
         if ours is not None:
             lines.append(
                 f"| {shape} | {_cell(floor)} | **{_cell(ours)}** | {_over(ours, floor)} "
-                f"| {_cell(peer)} | {_over(ours, peer)} |"
+                f"| {_cell(early)} | {_cell(peer)} | {_over(ours, peer)} |"
             )
     return "\n".join(lines)
 
