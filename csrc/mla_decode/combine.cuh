@@ -9,8 +9,8 @@ namespace bicl::mla {
 
 enum Barrier { kAll = 1, kCombine = kAll, kWarpgroup = 2, kPublish = 4 };  // named; + a warpgroup, a part's slot
 
-// After a barrier behind the writes, by one thread. A counter's low half counts parts, the high half those who have seen
-// all of them; the last of those sets it back to zero.
+// After a barrier behind the writes, by one thread. A counter's low half counts parts, the high half those who have
+// seen all of them; the last of those sets it back to zero.
 __device__ __forceinline__ void publish_part(int32_t* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
@@ -66,8 +66,7 @@ class Parts {
   int stride_;
 };
 
-// By all consumers; `shared`: kConsumers float4 and 2 * kMaxParts + kHeads floats. What runs once comes from far away, so
-// it is kept short.
+// By all consumers; `shared`: kConsumers float4 and 2 * kMaxParts + kHeads floats.
 template <typename T>
 __device__ __forceinline__ void combine(const Slice<T>& s, const Parts<T>& all, int32_t* counter, char* shared) {
   constexpr int kHeadVectors = kValueDim / 4, kVectors = T::kHeads * kHeadVectors;

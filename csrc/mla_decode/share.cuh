@@ -71,8 +71,8 @@ class Entries {
   int batch_;
 };
 
-// The pieces of the line, none of them empty. Products stay below 2^32: at most 256 teams, and as many tiles as an entry
-// can tell apart.
+// The pieces of the line, none of them empty. Products stay below 2^32: at most 256 teams, and as many tiles as an
+// entry can tell apart.
 class Teams {
  public:
   __device__ __forceinline__ Teams(int most, int total) : count_(min(most, total)), total_(total) {}
