@@ -73,7 +73,7 @@ def instructions(kernel: str, mangled: str, arch: str = "sm_90a") -> str:
 
 
 def test_the_decode_kernel_is_made_of_bulk_copies_and_tensor_core_products() -> None:
-    decode = instructions("decode_kernel", "decode_kernel")
+    decode = instructions("decode::decode_kernel", "6decode13decode_kernel")
     for instruction in ("UBLKCP", "HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "MOVM.16"):
         assert instruction in decode
     assert "STL" not in decode, "a register array went to local memory"
@@ -86,6 +86,16 @@ def test_the_hopper_prefill_kernel_is_made_of_bulk_copies_and_warpgroup_products
     for instruction in ("UBLKCP", "HGMMA", "USETMAXREG"):
         assert instruction in prefill
     assert "STL" not in prefill, "a register array went to local memory"
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_latents_are_multiplied_as_they_lie(heads: int) -> None:
+    """Values are the transposed operand, read from shared memory; nothing is padded to 64 heads."""
+    mangled = f"3mla13decode_kernelI13__nv_bfloat16Li{heads}E"
+    latent = instructions("mla::decode_kernel", mangled)
+    for instruction in ("UBLKCP", f"HGMMA.64x{heads}x16", ".tnspA", "STSM.16.MT88.2", "BAR.RED.OR"):
+        assert instruction in latent
+    assert "STL" not in latent, "a register array went to local memory"
 
 
 def test_scores_are_bulk_copies_and_tensor_core_products() -> None:
