@@ -77,7 +77,8 @@ class ServerConfig:
     )
     dtype: str = setting(
         "auto",
-        "Type of the weights. auto: float32 on the CPU, the checkpoint's on CUDA.",
+        "Type of the weights. auto: float32 on the CPU, the checkpoint's on CUDA (bfloat16 of a "
+        "GGUF file).",
         choices=DTYPES,
     )
     num_threads: int | None = setting(

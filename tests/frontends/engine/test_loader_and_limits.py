@@ -10,6 +10,7 @@ from support.tiny_models import byte_tokenizer, tiny_loaded, tiny_model
 
 from bicl.attention.widening import ROOM_BYTES
 from bicl.errors import ConfigError
+from bicl.frontends.http import loader
 from bicl.frontends.http.engine import Engine, EngineConfig, sizing
 from bicl.frontends.http.engine.graphs import capture_sizes
 from bicl.frontends.http.engine.sizing import num_pages, page_bytes
@@ -48,6 +49,28 @@ def test_several_gguf_files_ask_for_one(tmp_path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=r"2 GGUF files \(a.gguf, b.gguf\)"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(("suffix", "expected"), [(".gguf", torch.bfloat16), ("", "auto")])
+def test_a_gguf_file_gets_a_dtype_that_a_gpus_kernels_take(
+    folder, monkeypatch, suffix: str, expected
+) -> None:
+    """transformers calls it float32, whatever its weights were."""
+    told = []
+
+    def from_pretrained(source, **options):
+        told.append(options["dtype"])
+        raise OSError("enough")
+
+    monkeypatch.setattr(loader, "_device", lambda device: torch.device(device))
+    monkeypatch.setattr(loader.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
+    monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    path = folder / f"model{suffix}" if suffix else folder
+    if suffix:
+        path.touch()
+    with pytest.raises(ConfigError, match="enough"):
+        load_model(str(path), device="cuda")
+    assert told == [expected]
 
 
 @pytest.mark.parametrize(

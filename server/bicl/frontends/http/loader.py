@@ -105,7 +105,8 @@ def load_model(
     Args:
         model_id: a local folder, a GGUF file or a folder that holds exactly one, or a hub id.
         revision: hub revision.
-        dtype: weights' dtype; ``None``: float32 on the CPU, the checkpoint's elsewhere.
+        dtype: weights' dtype; ``None``: float32 on the CPU, the checkpoint's elsewhere (bfloat16
+            of a GGUF file, which has none that a GPU's kernels take).
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         trust_remote_code: run code that comes with the model.
 
@@ -115,6 +116,8 @@ def load_model(
     target = _device(device)
     weights_dtype = _dtype(dtype, target)
     source, options = locate(model_id, revision)
+    if weights_dtype == "auto" and "gguf_file" in options:
+        weights_dtype = torch.bfloat16
     options |= {"trust_remote_code": trust_remote_code}
     register()
     try:
