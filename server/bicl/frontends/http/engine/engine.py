@@ -14,13 +14,7 @@ import torch
 from bicl.cache.keys import Namespace
 from bicl.cache.manager import FlushReport
 from bicl.cache.tiers import TierStats
-from bicl.errors import (
-    BiclError,
-    IntegrityError,
-    InvalidInputError,
-    OverloadedError,
-    TransferError,
-)
+from bicl.errors import BiclError, IntegrityError, InvalidInputError, OverloadedError, TransferError
 from bicl.frontends.http.engine.assembly import make_manager, make_sparse_control
 from bicl.frontends.http.engine.config import (
     EngineConfig,
