@@ -252,7 +252,7 @@ def _decode_call(batch: PagedBatch) -> Callable[[], object]:
     plan_decode(plan, layer, table, batch.cache_seqlens, num_q_heads=batch.heads.query)
     run = space.decode_attention_on(layer, SCALE)
     out = torch.empty_like(batch.query)
-    return partial(run, out, None, batch.query, table, batch.cache_seqlens, plan, 2)
+    return partial(run, out, None, batch.query, table, batch.cache_seqlens, plan, 3)
 
 
 def _store_call(batch: PagedBatch) -> Callable[[], object]:
