@@ -7,7 +7,8 @@ is one layer's part of a decode step, store included, in a replayed CUDA graph, 
 contestants in turns:
 
 * ``dense``      store, attention over all pages
-* ``sparse``     store and index, choice of tiles, attention over them
+* ``sparse``     store and index, choice of tiles, attention over them, as in all sparse layers of
+  a step but the first, which does not know beforehand how many tokens it reads
 * ``read only``  store, attention over a choice made beforehand; ``sparse`` minus this is what
   indexing and choosing cost
 * ``choice``     the choice alone, one after the other
