@@ -172,6 +172,18 @@ def test_the_hysparse_page_has_the_files_times_on_pages_of_32() -> None:
     assert f"{verdicts.count('pass')} of {len(verdicts)} targets are met" in HYSPARSE_PAGE
 
 
+def test_the_hysparse_page_has_the_files_search() -> None:
+    folder = ROOT / "bench" / "results" / "hysparse-tune"
+    found = (folder / "tune.md").read_text().splitlines()
+    told = cells_below(HYSPARSE_PAGE, found[0])
+    assert len(told) == 7
+    for cells in told:
+        row = "| " + " | ".join(cells) + " |"
+        assert row in [line.replace(" *", "") for line in found], row
+    chosen = json.loads((folder / "hysparse.json").read_text())
+    assert (chosen["hysparse"]["sparsity_ratio"], chosen["hysparse"]["layers"]) == (0.65, "10-28")
+
+
 def test_the_hysparse_page_has_the_files_newest_windows() -> None:
     rows = json.loads((ROOT / "bench" / "results" / "hysparse-recent.json").read_text())["rows"]
     told = cells_below(HYSPARSE_PAGE, "| newest windows |")
