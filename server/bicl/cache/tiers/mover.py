@@ -33,8 +33,9 @@ class PageMover(Protocol):
     is kept beside them. A page's part of each is one contiguous piece; in a slot all pieces lie
     back to back, layer after layer.
 
-    ``save`` and ``load`` are called by background threads and only issue the copies; ``mark`` and
-    ``join`` by the thread that issues the computation.
+    ``save`` and ``load`` only issue the copies. Background threads call them, and ``save`` also who
+    claims pages whose copies have not begun, perhaps both at once; ``mark`` and ``join`` are called
+    by the thread that issues the computation.
 
     Attributes:
         layer_bytes: bytes of one page in each layer.
