@@ -132,6 +132,10 @@ class SaveQueue:
             self._closing = True
             self._work.notify()
         self._thread.join()
+        while self._waiting:
+            batch = self._waiting.popleft()
+            if batch.copy is not None:  # begun by a claim: it writes to host memory
+                self._copy(batch)
 
     def _replace(self, page: int) -> None:
         """A page is saved again before its last copy began: it holds something else by now."""

@@ -17,7 +17,7 @@ from support.tier_rig import (
 )
 
 from bicl.cache.keys import PageChain
-from bicl.cache.tiers import saves
+from bicl.cache.tiers import Done, saves
 from bicl.errors import CapacityError, ConfigError, TransferError
 
 
@@ -207,6 +207,35 @@ def test_claim_waits_for_the_copy_that_reads_the_page(rig, monkeypatch) -> None:
     assert one.tiers.settle(10)
     assert one.fetch(chain(PAGE), [5]) == 1
     assert one.holds([5], held)
+
+
+def test_close_waits_for_the_copies_that_a_claim_began(rig, monkeypatch) -> None:
+    one = rig()
+    one.fill([0, 1])
+    began, may_end, ended, original = threading.Event(), threading.Event(), [], one.mover.save
+
+    class Slow(Done):
+        def wait(self) -> None:
+            assert may_end.wait(10)
+            ended.append(self)
+
+    def save(*arguments) -> Slow:
+        original(*arguments)
+        began.set()
+        return Slow()
+
+    monkeypatch.setattr(one.mover, "save", save)
+    one.tiers.save(chain(PAGE, seed=1), [0])
+    assert began.wait(10)
+    one.tiers.save(chain(PAGE, seed=2), [1])
+    one.tiers.claim([1], finish=True)
+    closing = threading.Thread(target=one.tiers.close, args=(0.01,))
+    closing.start()
+    closing.join(0.1)
+    assert not ended
+    may_end.set()
+    closing.join(10)
+    assert len(ended) == 2
 
 
 def test_flush_forgets_what_is_held_and_what_is_under_way(rig, tmp_path, monkeypatch) -> None:
