@@ -19,6 +19,8 @@ rotation done, and ``out @ W_UV`` is the heads' output. Page tables are those of
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from bicl.attention.pool import LayerCache
@@ -38,6 +40,7 @@ GPU_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float32, *GPU_DTYPES)
 
 
+@functools.cache  # every call compares with it
 def latent_layout(dtype: torch.dtype, *, swizzle: bool = True) -> PageLayout:
     """Pages of 64 latents.
 
@@ -52,8 +55,9 @@ class LatentAttention:
     """Stores latents and attends to them.
 
     On the GPU everything that changes from step to step is read on the device: a captured graph is
-    right for any lengths that its table holds, and nothing waits or allocates (pass ``out`` in a
-    graph). Calls of one object must run on one stream, or on streams that wait for one another.
+    right for any lengths that its table holds, and nothing waits. With ``out`` and without the LSE
+    nothing is allocated, unless rows cannot be read 16 bytes at a time and are copied first. Calls
+    of one object must run on one stream, or on streams that wait for one another.
 
     Args:
         device: where the pages live: a card of compute capability 9.0, or the CPU.
@@ -164,11 +168,11 @@ class LatentAttention:
         if out is None:
             out = query.new_empty(batch, heads, VALUE_DIM)
         check_tensor("out", out, (batch, heads, VALUE_DIM), dtypes, self.device)
-        lse = query.new_empty(heads, batch, dtype=torch.float32)
+        lse = query.new_empty(heads, batch, dtype=torch.float32) if return_lse else None
         if self._workspace is None:
             lengths = _checked_lengths(layer, page_table, cache_seqlens)
             cpu.mla_decode(query, layer.pages, layer.layout, page_table, lengths, scale, out, lse)
-            return (out, lse) if return_lse else out
+            return out if lse is None else (out, lse)
         try:
             cuda.mla_decode(
                 _aligned(query),
@@ -178,12 +182,12 @@ class LatentAttention:
                 self._workspace,
                 scale=scale,
                 out=out,
-                lse=lse if return_lse else None,
+                lse=lse,
                 pdl=self.pdl,
             )
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
-        return (out, lse) if return_lse else out
+        return out if lse is None else (out, lse)
 
     def _check_layer(self, layer: LayerCache) -> None:
         layout = layer.layout

@@ -39,9 +39,9 @@ def mla_decode(
     lengths: list[int],
     scale: float,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
 ) -> None:
-    """Fill ``out`` ``[B, heads, value dims]`` and ``lse`` float32 ``[heads, B]``.
+    """Fill ``out`` ``[B, heads, value dims]`` and ``lse`` float32 ``[heads, B]``, if it is wanted.
 
     Args:
         query: ``[B, heads, head_dim]``; its first ``out.shape[2]`` dims meet those that are values.
@@ -51,11 +51,13 @@ def mla_decode(
     for sequence, length in enumerate(lengths):
         if length == 0:
             out[sequence] = 0
-            lse[:, sequence] = -math.inf
+            if lse is not None:
+                lse[:, sequence] = -math.inf
             continue
         token = torch.arange(length)
         slots = page_table[sequence, token // size].long() * size + token % size
         latent = latent_rows(pages, layout, slots).float()
         scores = query[sequence].float() @ latent.T * scale
-        lse[:, sequence] = torch.logsumexp(scores, dim=-1)
+        if lse is not None:
+            lse[:, sequence] = torch.logsumexp(scores, dim=-1)
         out[sequence] = torch.softmax(scores, dim=-1) @ latent[:, : out.shape[2]]
