@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from bicl.cache.settings import CHOICE_PAGE_SIZE
 from bicl.errors import ConfigError
 from bicl.sparse.config import MODES, VARIANTS, HySparseConfig
 
@@ -54,7 +55,7 @@ def fit(
     tokens: Annotated[int, typer.Option(min=64, help="Longest piece.")] = 4096,
     queries: Annotated[int, typer.Option(min=10, help="Queries of each piece to learn from.")] = 96,
     steps: Annotated[int, typer.Option(min=1, help="Of the optimiser.")] = 150,
-    page_size: PageSize = 32,
+    page_size: PageSize = CHOICE_PAGE_SIZE,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Teach the gate what your texts attend to: minutes on a CPU for a small model."""
@@ -97,7 +98,7 @@ def tune(
     pieces: Annotated[int, typer.Option(min=1, help="Pieces of text to read.")] = 4,
     context_tokens: Annotated[int, typer.Option(min=64, help="Prompt of a piece.")] = 4096,
     predicted_tokens: Annotated[int, typer.Option(min=1, help="Predicted after it.")] = 64,
-    page_size: PageSize = 32,
+    page_size: PageSize = CHOICE_PAGE_SIZE,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Search the largest sparsity that your texts and tasks allow. Interrupted, it goes on."""

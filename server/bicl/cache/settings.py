@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from bicl.errors import ConfigError
 from bicl.settings import check_choices, setting
 
-__all__ = ["BLOCK_SIZES", "KV_CACHE_DTYPES", "KVCacheConfig", "parse_memory"]
+__all__ = [
+    "BLOCK_SIZES",
+    "CHOICE_PAGE_SIZE",
+    "KV_CACHE_DTYPES",
+    "PAGE_SIZE",
+    "KVCacheConfig",
+    "parse_memory",
+]
 
 BLOCK_SIZES = ("32", "64", "auto")
+PAGE_SIZE, CHOICE_PAGE_SIZE = 64, 32
+"""Tokens, of ``auto``; and where decode steps choose the pages that they read."""
 KV_CACHE_DTYPES = ("auto", "fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -135,5 +144,6 @@ class KVCacheConfig:
         narrow = -(-head_dim // 32) * 32
         has_kernel = narrow <= 160 or narrow % 64 == 0
         avoids_padding = head_dim in (32, 96, 160)
-        chooses = chooses_pages and has_kernel
-        return 32 if avoids_padding or max_total_tokens <= 256 or chooses else 64
+        if chooses_pages and has_kernel:
+            return CHOICE_PAGE_SIZE
+        return 32 if avoids_padding or max_total_tokens <= 256 else PAGE_SIZE

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bicl.cache.settings import CHOICE_PAGE_SIZE
 from bicl.errors import ConfigError
 from bicl.frontends.http.loader import LoadedModel, load_model, locate, resolve_model
 from bicl.frontends.transformers.recording import record_attention
@@ -47,7 +48,7 @@ class FitRequest:
     tokens: int = 4096
     queries: int = 96
     steps: int = 150
-    page_size: int = 32
+    page_size: int = CHOICE_PAGE_SIZE
     device: str = "cpu"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bicl.cache.settings import parse_memory
+from bicl.cache.settings import CHOICE_PAGE_SIZE, PAGE_SIZE, parse_memory
 from bicl.errors import ConfigError
 from bicl.sparse.config import HySparseConfig
 from bicl.sparse.guard import GuardBounds
@@ -21,8 +21,6 @@ ATTENTION = "flashdecoding"
 """TGI's name for attention over a paged cache with prefix caching; its router knows no other."""
 
 BLOCK_SIZES = (32, 64)
-# Of "auto" where no launcher has looked at the model's config; and where HySparse chooses pages.
-DEFAULT_BLOCK_SIZE, HYSPARSE_BLOCK_SIZE = 64, 32
 
 HOST_SIZE, DISK_DIR, DISK_SIZE = "HOST_CACHE_SIZE", "DISK_CACHE_DIR", "DISK_CACHE_SIZE"
 
@@ -49,7 +47,7 @@ class OverlayConfig:
         metrics_port: rank r serves its counters on port + r, ``BICL_METRICS_PORT``; 0: nowhere.
     """
 
-    block_size: int = DEFAULT_BLOCK_SIZE
+    block_size: int = PAGE_SIZE
     deterministic: bool = False
     verify_prefixes: bool = True
     poison: bool = False
@@ -64,7 +62,8 @@ class OverlayConfig:
     def from_environment(cls, environment: Mapping[str, str]) -> OverlayConfig:
         """Raises ConfigError naming the variable, its value and what is allowed."""
         sparse = HySparseSettings.from_environment(environment)
-        default = HYSPARSE_BLOCK_SIZE if sparse.enable_hysparse else DEFAULT_BLOCK_SIZE
+        # Of "auto", where no launcher has looked at the model's config.
+        default = CHOICE_PAGE_SIZE if sparse.enable_hysparse else PAGE_SIZE
         host_bytes, folder, disk_bytes = _tiers(environment)
         return cls(
             block_size=_block_size(environment.get("BICL_BLOCK_SIZE", "auto"), default),
