@@ -1,4 +1,19 @@
-"""How many tiles a sequence reads: the one statement of the rule, mirrored by the kernels."""
+"""How many tiles a sequence reads, and which compete for them: the one statement of the rule,
+mirrored by the kernels.
+
+The first ``f = min(first, n)`` of a row's ``n`` tiles and the newest, from
+``e = max(f, n - recent)`` on, are always read. Of the ``c = e - f`` between them as many are taken
+as ``kept`` leaves room for. They do not compete all with each other: a choice among thousands of
+scores, on which a whole GPU has to agree, costs more than the scores. They are dealt out to
+*strata* instead, each of at most ``stratum`` tiles: ``S = max(1, ceil(c / stratum))`` of them, tile
+``f + i`` to stratum ``i mod S``, so that neighbours, which tend to matter together, are in
+different ones. Each stratum takes as many as the others, the earlier ones one more where that does
+not come out even. That is never more than it has, so that each can choose alone.
+
+Where a row keeps everything, its list is its tiles in order. Else the first tiles come first, then
+what each stratum took, stratum by stratum, ascending in each, then the newest, the last one at the
+end: attention knows by its place which page is not full.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +23,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from bicl.cache.layout import PageLayout
-from bicl.sparse.config import WINDOW_TOKENS, HySparseConfig
+from bicl.sparse.config import STRATUM_TOKENS, WINDOW_TOKENS, HySparseConfig
 
-__all__ = ["ROUNDING", "SelectionRule", "least_skipped", "tiles_by_layer", "tiles_to_keep"]
+__all__ = [
+    "ROUNDING",
+    "SelectionRule",
+    "Strata",
+    "least_skipped",
+    "strata",
+    "tiles_by_layer",
+    "tiles_to_keep",
+]
 
 ROUNDING = 1.0 / 64.0
 """Added before a share is rounded down: 0.65 of 100 is 64.99999 in float32, and means 65."""
@@ -18,13 +41,14 @@ ROUNDING = 1.0 / 64.0
 
 @dataclass(frozen=True)
 class SelectionRule:
-    """Numbers of tiles (= pages); all kernels take these five, nothing else.
+    """Numbers of tiles (= pages); all kernels take these six, nothing else.
 
     Attributes:
         max_k: most tiles a sparse row keeps.
         first, recent: tiles at either end that are always kept.
         floor: a sparse row never keeps fewer.
         page_size: tokens a tile.
+        stratum: most tiles that compete with each other; 0: all of a row.
     """
 
     page_size: int
@@ -32,6 +56,7 @@ class SelectionRule:
     first: int
     recent: int
     floor: int
+    stratum: int
 
     @classmethod
     def of(cls, config: HySparseConfig, page_size: int) -> SelectionRule:
@@ -43,11 +68,16 @@ class SelectionRule:
             first=config.first * per_window,
             recent=config.recent * per_window,
             floor=math.ceil(config.floor_tokens / page_size),
+            stratum=STRATUM_TOKENS // page_size,
         )
 
     def tiles_to_keep(self, num_tiles: torch.Tensor, sparsity: torch.Tensor) -> torch.Tensor:
         """See :func:`tiles_to_keep`."""
         return tiles_to_keep(num_tiles, sparsity, self)
+
+    def strata(self, num_tiles: torch.Tensor, kept: torch.Tensor, width: int) -> Strata:
+        """See :func:`strata`."""
+        return strata(num_tiles, kept, self, width)
 
     def with_windows(self, windows: int) -> SelectionRule:
         """The rule of a row that always reads so many newest windows, if they are more."""
@@ -98,3 +128,43 @@ def tiles_to_keep(
     skipped = (num_tiles.float() * sparsity + ROUNDING).floor().int()
     kept = (num_tiles - skipped).clamp(rule.always, rule.max_k)
     return torch.where(sparsity > 0.0, kept, num_tiles).minimum(num_tiles)
+
+
+@dataclass(frozen=True)
+class Strata:
+    """Which tiles of each row compete with each other, and for how much.
+
+    Attributes:
+        places: int64 ``[B, S, G]``, positions in each stratum, ascending; ``width`` past the last
+            of them, and in all of a stratum that the row does not have.
+        takes: int32 ``[B, S]``, how many of them are taken.
+        begin, end: int32 ``[B]``, the tiles before and from on which all are.
+    """
+
+    places: torch.Tensor
+    takes: torch.Tensor
+    begin: torch.Tensor
+    end: torch.Tensor
+
+
+def strata(num_tiles: torch.Tensor, kept: torch.Tensor, rule: SelectionRule, width: int) -> Strata:
+    """The tiles between the first and the newest, as this module's rule deals them out.
+
+    Args:
+        num_tiles: int32 ``[B]``, at most ``width`` each.
+        kept: int32 ``[B]``, of :func:`tiles_to_keep`.
+        width: of the page table; ``S`` and ``G`` depend on nothing else of a batch.
+    """
+    most = max(1, min(rule.stratum or width, width))
+    begin = num_tiles.clamp(max=rule.first)
+    end = (num_tiles - rule.recent).maximum(begin)
+    count = end - begin
+    own = ((count + most - 1) // most).clamp_min(1)
+    number = torch.arange(max(1, -(-width // most)), device=num_tiles.device)
+    step = torch.arange(most, device=num_tiles.device) * own[:, None]
+    places = (begin[:, None] + number)[:, :, None] + step[:, None]
+    here = (number < own[:, None])[:, :, None] & (places < end[:, None, None])
+    needed = (kept - (num_tiles - count))[:, None]
+    takes = needed // own[:, None] + (number < needed % own[:, None])
+    takes = torch.where(number < own[:, None], takes, 0).to(torch.int32)
+    return Strata(torch.where(here, places, width).long(), takes, begin, end)

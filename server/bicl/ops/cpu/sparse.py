@@ -7,6 +7,7 @@ host, it runs on tensors of any device.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -289,46 +290,86 @@ def select_tiles(
     positions: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages that each KV head reads: the first and recent ones and the best of the rest.
+    """The pages that each KV head reads: the first and recent ones and the best of each stratum,
+    see :mod:`bicl.sparse.selection`.
 
-    Every head of a row keeps as many, its last page among them, so one length serves all.
+    Every head of a row keeps as many, its last page among them, so one length serves all. The
+    softmax of a query head runs over the first pages and a stratum's own.
 
     Args:
         scores: float32 ``[B, Hq, W]``.
         page_table: int32 ``[B, W]``.
         cache_seqlens: int32 ``[B]``.
         sparsity: float32 ``[B]``; 0 keeps every page.
-        rule: how many pages, and which ones always.
+        rule: how many pages, which ones always, and which compete.
         positions: int32 ``[B, H, W]``, filled with where the kept pages stand, if given.
-        keep: bool ``[B, W]``, further positions that are always kept, as far as they fit.
+        keep: bool ``[B, W]``, further positions that are always kept, as far as they fit. In a row
+            that has any all pages compete together, so that none is lost to a stratum's number.
 
     Returns:
-        int32 ``[B, H, W]`` page ids, ascending by position, anything past the kept ones; int32
+        int32 ``[B, H, W]`` page ids, in the order of the rule, anything past the kept ones; int32
         ``[B]`` the tokens that they hold. Equal scores: the lower position wins.
     """
-    position = torch.arange(page_table.shape[1], device=scores.device)
     num_tiles = (cache_seqlens + rule.page_size - 1) // rule.page_size
-    used = position < num_tiles[:, None]
-    scored = position < num_tiles[:, None] - rule.recent
-    always = used & ~(scored & (position >= rule.first))
-    share = combine_heads(scores, scored, num_kv_heads, combine)
-    # A damaged index may give anything; the pages kept always come before any of it.
-    largest = torch.finfo(torch.float32).max
-    share = share.nan_to_num(nan=-largest, posinf=largest, neginf=-largest)
-    if keep is not None:
-        share = share.masked_fill((used & keep)[:, None], torch.finfo(share.dtype).max)
-    share = share.masked_fill(always[:, None], torch.inf)
-    share = share.masked_fill(~used[:, None], -torch.inf)
     kept = rule.tiles_to_keep(num_tiles, sparsity)
-    order = share.sort(dim=-1, descending=True, stable=True).indices
-    past = torch.where(position < kept[:, None, None], order, len(position))
-    chosen = past.sort(dim=-1).values
+    chosen = _chosen(scores, num_tiles, kept, rule, num_kv_heads, combine)
+    if keep is not None:
+        together = replace(rule, stratum=0)
+        with_kept = _chosen(scores, num_tiles, kept, together, num_kv_heads, combine, keep)
+        chosen = torch.where(keep.any(dim=1)[:, None, None], with_kept, chosen)
     if positions is not None:
         positions.copy_(chosen)
     table = F.pad(page_table, (0, 1))[:, None].expand(-1, num_kv_heads, -1)
     pages = table.gather(2, chosen)
     lengths = cache_seqlens - (num_tiles - kept) * rule.page_size
     return pages, lengths.to(torch.int32)
+
+
+def _chosen(
+    scores: torch.Tensor,
+    num_tiles: torch.Tensor,
+    kept: torch.Tensor,
+    rule: SelectionRule,
+    num_kv_heads: int,
+    combine: str,
+    keep: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """int64 ``[B, H, W]``: positions of the kept pages in the order of the rule, then ``W``."""
+    batch, num_q_heads, width = scores.shape
+    own = rule.strata(num_tiles, kept, width)
+    count, most = own.places.shape[1:]
+    place = torch.arange(width, device=scores.device)
+    first = place[: rule.first].expand(batch, -1)
+    first = torch.where(first < own.begin[:, None], first, width)
+    # Each stratum as a row of its own: the first pages, then its own.
+    both = torch.cat((first[:, None].expand(-1, count, -1), own.places), dim=2).flatten(0, 1)
+    of_both = both.view(batch, 1, -1).expand(-1, num_q_heads, -1)
+    shown = F.pad(scores, (0, 1)).gather(2, of_both).view(batch, num_q_heads, count, -1)
+    shown = shown.transpose(1, 2).flatten(0, 1)
+    share = combine_heads(shown, both < width, num_kv_heads, combine)[..., first.shape[1] :]
+    # A damaged index may give anything; no page that does not compete comes before any of it.
+    largest = torch.finfo(torch.float32).max
+    share = share.nan_to_num(nan=-largest, posinf=largest, neginf=-largest)
+    share = share.view(batch, count, num_kv_heads, most).transpose(1, 2)
+    if keep is not None:
+        kept_ones = F.pad(keep, (0, 1)).gather(1, own.places.flatten(1)).view_as(own.places)
+        share = share.masked_fill(kept_ones[:, None], largest)
+    share = share.masked_fill((own.places == width)[:, None], -torch.inf)
+    order = share.sort(dim=-1, descending=True, stable=True).indices
+    best = torch.arange(most, device=scores.device) < own.takes[:, None, :, None]
+    taken = torch.zeros_like(share, dtype=torch.bool).scatter_(3, order, best.expand_as(order))
+    picked = torch.where(taken, own.places[:, None], width).flatten(2)
+    newest = own.end[:, None] + place[: rule.recent]
+    newest = torch.where(newest < num_tiles[:, None], newest, width)
+    ends = (side[:, None].expand(-1, num_kv_heads, -1) for side in (first, newest))
+    listed = torch.cat((next(ends), picked, next(ends)), dim=2)
+    # Without the gaps.
+    used = listed < width
+    there = torch.where(used, used.cumsum(dim=2) - 1, width)
+    chosen = torch.full((batch, num_kv_heads, width + 1), width, device=scores.device)
+    chosen = chosen.scatter_(2, there, listed)[..., :width]
+    whole = torch.where(place < num_tiles[:, None], place, width)
+    return torch.where((kept < num_tiles)[:, None, None], chosen, whole[:, None])
 
 
 def choose_tiles(
@@ -344,9 +385,8 @@ def choose_tiles(
     scale: float,
     positions: torch.Tensor | None = None,
     after_store: bool = False,
-    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``score_tiles``, then ``select_tiles``. The last two are the kernels' affair."""
+    """``score_tiles``, then ``select_tiles``. ``after_store`` is the kernels' affair."""
     scores = score_tiles(query, layer, index, page_table, cache_seqlens, scale)
     return select_tiles(
         scores,
