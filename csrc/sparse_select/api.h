@@ -18,12 +18,12 @@ inline PageIndex index_of(const TensorView& records, int num_kv_heads, int head_
   PageIndex index;
   index.records = static_cast<uint8_t*>(records.data_ptr());
   index.row_bytes = (head_dim + 31) / 32 * 16;
-  for (index.centroids = 2; index.centroids <= 8; index.centroids *= 2) {
+  for (index.centroids = 4; index.centroids <= 8; index.centroids *= 2) {
     const int rows = num_kv_heads * index.centroids;
     index.record_bytes = (rows * (index.row_bytes + 6) + 15) / 16 * 16;
     if (records.size(1) == index.record_bytes) return index;
   }
-  BICL_CHECK(false) << "records of " << records.size(1) << " bytes do not hold 2, 4 or 8 centroids of " << num_kv_heads
+  BICL_CHECK(false) << "records of " << records.size(1) << " bytes do not hold 4 or 8 centroids of " << num_kv_heads
                     << " heads with head_dim " << head_dim;
   return index;
 }
@@ -111,6 +111,9 @@ inline void set_query(TilesParams& p, const TensorView& query, const TensorView&
       << "query must be float16 or bfloat16";
   p.head_dim = static_cast<int>(query.size(2));
   p.index = index_of(records, p.num_kv_heads, p.head_dim, device);
+  BICL_CHECK(p.index.centroids * kCentroidTokens == p.page_size)
+      << "records have " << p.index.centroids << " centroids a page, of " << p.page_size << " tokens; "
+      << p.page_size / kCentroidTokens << " are needed";
   check_cuda(weights, "weights", device);
   check_shape(weights, "weights", {1, p.head_dim});
   check_contiguous(weights, "weights");
@@ -145,7 +148,7 @@ inline float* scores_of(const TilesParams& p, const TensorView& scores, int devi
 
 inline void set_selection(TilesParams& p, const TensorView& selected, const TensorView& selected_seqlens,
                           const Optional<TensorView>& positions, const TensorView& sparsity, double share,
-                          int64_t max_k, int64_t floor, int device) {
+                          int64_t max_k, int64_t floor, int64_t stratum, int device) {
   const auto table = [&](const TensorView& t, const char* name) {
     check_cuda(t, name, device);
     check_int(t, name, 32);
@@ -171,6 +174,9 @@ inline void set_selection(TilesParams& p, const TensorView& selected, const Tens
       << "max_k is " << max_k << "; the first and recent pages alone are " << p.rule.first + p.rule.recent;
   p.rule.max_k = static_cast<int>(max_k);
   p.rule.floor = static_cast<int>(floor);
+  BICL_CHECK(stratum * p.page_size == kStratumTokens)
+      << "stratum is " << stratum << " pages of " << p.page_size << "; " << kStratumTokens / p.page_size
+      << " compete with each other here";
 }
 
 // scores float32 [B, num_q_heads, max_pages]: what stands at a sequence's last page, or past it, means nothing.
@@ -188,46 +194,23 @@ inline void score_tiles_api(TensorView scores, TensorView query, TensorView reco
   score_tiles(p, device, current_stream(device));
 }
 
-// selected, positions int32 [B, H, max_pages]; selected_seqlens int32 [B]; sparsity float32 [B]; scores as above.
-inline void select_tiles_api(TensorView selected, TensorView selected_seqlens, Optional<TensorView> positions,
-                             TensorView scores, TensorView page_table, TensorView cache_seqlens, TensorView sparsity,
-                             int64_t page_size, int64_t max_k, int64_t first, int64_t recent, int64_t floor,
-                             int64_t combine, bool pdl) {
-  TilesParams p = {};
-  const int device = scores.device().device_id;
-  BICL_CHECK(scores.ndim() == 3) << "scores must have shape [B, num_q_heads, max_pages]";
-  BICL_CHECK(selected.ndim() == 3) << "selected must have shape [B, H, max_pages]";
-  set_sequences(p, page_table, cache_seqlens, selected.size(1), page_size, first, recent, device);
-  set_selection(p, selected, selected_seqlens, positions, sparsity, 1.0, max_k, floor, device);
-  p.num_q_heads = static_cast<int>(scores.size(1));
-  BICL_CHECK(p.num_kv_heads > 0 && p.num_q_heads % p.num_kv_heads == 0)
-      << p.num_q_heads << " query heads do not divide among " << p.num_kv_heads << " KV heads";
-  p.scores = scores_of(p, scores, device);
-  p.combine = combine_of(combine);
-  p.pdl = pdl;
-  p.late_input = true;
-  DeviceGuard guard(device);
-  select_tiles(p, device, current_stream(device));
-}
-
-// Both at once. pdl: 0 off; 1: the kernel ahead, and the one ahead of that, write nothing that is read but the query and
-// the newest pages' index; 2: they may write anything.
+// selected, positions int32 [B, H, max_pages]; selected_seqlens int32 [B]; sparsity float32 [B]. pdl: 0 off; 1: the kernel
+// ahead, and the one ahead of that, write nothing that is read but the query and the newest pages' index; 2: they may
+// write anything.
 inline void choose_tiles_api(TensorView selected, TensorView selected_seqlens, Optional<TensorView> positions,
                              TensorView query, TensorView records, TensorView weights, TensorView page_table,
                              TensorView cache_seqlens, TensorView sparsity, double share, int64_t page_size,
-                             int64_t max_k, int64_t first, int64_t recent, int64_t floor, int64_t combine, double scale, int64_t pdl,
-                             int64_t force_cluster) {
+                             int64_t max_k, int64_t first, int64_t recent, int64_t floor, int64_t stratum, int64_t combine,
+                             double scale, int64_t pdl) {
   TilesParams p = {};
   const int device = records.device().device_id;
   BICL_CHECK(selected.ndim() == 3) << "selected must have shape [B, H, max_pages]";
   set_sequences(p, page_table, cache_seqlens, selected.size(1), page_size, first, recent, device);
   set_query(p, query, records, weights, scale, device);
-  set_selection(p, selected, selected_seqlens, positions, sparsity, share, max_k, floor, device);
+  set_selection(p, selected, selected_seqlens, positions, sparsity, share, max_k, floor, stratum, device);
   p.combine = combine_of(combine);
   p.pdl = pdl > 0;
   p.late_input = pdl > 1;
-  BICL_CHECK(force_cluster >= 0 && force_cluster <= 8) << "force_cluster is " << force_cluster << "; 0 to 8 are possible";
-  p.force_cluster = static_cast<int>(force_cluster);
   DeviceGuard guard(device);
   choose_tiles(p, device, current_stream(device));
 }

@@ -20,10 +20,7 @@ void rotate_store_and_index(const RotateAndStoreParams& params, const PageIndex&
 // One score a page and query head.
 void score_tiles(const TilesParams& params, int device, cudaStream_t stream);
 
-// The pages to read, from scores.
-void select_tiles(const TilesParams& params, int device, cudaStream_t stream);
-
-// The same without scores in between: one launch where the card has clusters.
+// The pages to read, without scores in memory.
 void choose_tiles(const TilesParams& params, int device, cudaStream_t stream);
 
 }  // namespace bicl

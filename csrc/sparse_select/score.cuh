@@ -3,7 +3,6 @@
 // length times their spread. The index is read once; its bytes are the floor.
 #pragma once
 
-#include "agree.cuh"
 #include "hadamard.cuh"
 #include "rows.cuh"
 #include "tiles_cta.cuh"
@@ -16,24 +15,21 @@ struct Remainder {
   uint32_t facts;   // keys of each, and their spread
 };
 
+// An octet a warp and turn; page_at(turn, place): where its page `place` stands in the sequence, -1: there is none.
 // kPlain: a group of at most four query heads, and rows of at most 128 elements.
-template <int kCentroids, Work kWork, bool kPlain>
+template <int kCentroids, bool kPlain, typename PageAt>
 class Scorer {
  public:
-  __device__ __forceinline__ explicit Scorer(const TilesContext& c) : c_(c), rows_(c) {}
+  __device__ __forceinline__ Scorer(const TilesContext& c, int turns, const PageAt& page_at)
+      : c_(c), turns_(turns), page_at_(page_at), rows_(c) {}
 
-  // The page table's entries of the lane in the first turns, asked for before anything of the sequence is known.
-  __device__ __forceinline__ int32_t first_entry() const {
-    const int page = page_of(0);
-    return page < c_.p.max_pages ? c_.table()[page] : 0;
-  }
-
-  // meanwhile(): called when the first rows have been asked for.
-  template <typename Meanwhile>
-  __device__ __forceinline__ void run(int32_t entry, const Meanwhile& meanwhile) const {
+  // All warps of the CTA at once. meanwhile(): when the queries are on their way. Then, for each
+  // turn, put(turn, query head, place, page, score in bits) from several lanes, and turned(turn) from all.
+  template <typename Meanwhile, typename Put, typename Turned>
+  __device__ __forceinline__ void run(const Meanwhile& meanwhile, const Put& put, const Turned& turned) const {
     rows_.start();
     fetch_weights();
-    Entries entries = {page_of(0) < c_.end_counted ? entry : -1, entry_at(kTurns), 0};
+    Entries entries = {entry_at(0), entry_at(kTurns), 0};
     // The other rows stay behind the queries: memory that is busy with them answers after microseconds.
     if (rows_.ahead() > 0) ask(entries, 0);
     Part next = load_part(entries, 0);
@@ -41,10 +37,10 @@ class Scorer {
     fetch_queries();
 #pragma unroll 1
     for (int turn = 1; turn < rows_.ahead(); ++turn) ask(entries, turn);
-    prepare();
     meanwhile();
+    prepare();
 #pragma unroll 1
-    for (int turn = 0; has(turn); ++turn) {
+    for (int turn = 0; turn < turns_; ++turn) {
       if (turn == entries.first_turn + kTurns) entries = {entries.next, entry_at(turn + kTurns), turn};
       const Part part = next;
       next = load_part(entries, turn + 1);
@@ -53,10 +49,10 @@ class Scorer {
       rows_.load(pieces, turn, 0, part.record);
       const bool is_loaded = steps() == 1;
       if (is_loaded) ask(entries, turn + rows_.ahead());
-      score(pieces, part, turn);
+      score(pieces, part, turn, put);
       if (!is_loaded) ask(entries, turn + rows_.ahead());
+      turned(turn);
     }
-    __syncwarp();
   }
 
  private:
@@ -77,15 +73,11 @@ class Scorer {
     Remainder remainder;
   };
 
-  __device__ __forceinline__ bool has(int turn) const { return c_.octets.first_page(turn) < c_.count; }
-
   // The lane's of kTurns turns.
-  __device__ __forceinline__ int page_of(int turn) const {
-    return c_.octets.first_page(turn + c_.lane / kOctet) + c_.lane % kOctet;
-  }
   __device__ __forceinline__ int32_t entry_at(int turn) const {
-    const int page = page_of(turn);
-    return page < c_.end_counted ? c_.table()[page] : -1;
+    const int own_turn = turn + c_.lane / kOctet;
+    const int page = own_turn < turns_ ? page_at_(own_turn, c_.lane % kOctet) : -1;
+    return page < 0 ? -1 : c_.table()[page];
   }
   // Of page `place` of a turn: one under way, or up to kTurns behind.
   __device__ __forceinline__ int32_t id_of(const Entries& entries, int turn, int place) const {
@@ -93,7 +85,7 @@ class Scorer {
     return __shfl_sync(~0u, own, turn % kTurns * kOctet + place);
   }
   __device__ __forceinline__ void ask(const Entries& entries, int turn) const {
-    if (has(turn)) rows_.ask(turn, id_of(entries, turn, c_.lane % kOctet));
+    if (turn < turns_) rows_.ask(turn, id_of(entries, turn, c_.lane % kOctet));
   }
   __device__ __forceinline__ Part load_part(const Entries& entries, int turn) const {
     const int32_t id = id_of(entries, turn, c_.lane / 4);
@@ -101,7 +93,9 @@ class Scorer {
     return {record, load_remainder(record)};
   }
 
-  __device__ __forceinline__ void score(PagePieces<kCentroids>& pieces, const Part& part, int turn) const {
+  template <typename Put>
+  __device__ __forceinline__ void score(PagePieces<kCentroids>& pieces, const Part& part, int turn,
+                                        const Put& put) const {
 #pragma unroll 1
     for (int block = 0; block < blocks(); ++block) {
       int acc[kCentroids / 2][4] = {};
@@ -110,7 +104,9 @@ class Scorer {
         if (steps() > 1 && block + step > 0) rows_.load(pieces, turn, step, part.record);
         multiply(acc, pieces, c_.shared.vectors + (block * steps() + step) * 64, c_.lane);
       }
-      put_scores(acc, part.remainder, block * 4, turn);
+      const int query_head = block * 4 + c_.lane % 4, place = c_.lane / 4, page = page_at_(turn, place);
+      const float score = score_of(acc, part.remainder, query_head);
+      if (query_head < c_.k.group && page >= 0) put(turn, query_head, place, page, score);
     }
   }
 
@@ -130,7 +126,7 @@ class Scorer {
   __device__ __forceinline__ void fetch_queries() const {
     const int chunks = c_.p.head_dim / 8;
 #pragma unroll 1
-    for (int query_head = c_.warp; query_head < c_.k.group; query_head += c_.k.warps)
+    for (int query_head = c_.warp; query_head < c_.k.group; query_head += blockDim.x / 32)
       if (c_.lane < chunks)
         ptx::cp_async_16(ptx::smem_address(c_.shared.queries + query_head * chunks + c_.lane),
                          static_cast<const uint16_t*>(c_.p.query) + c_.sequence * c_.p.query_token_stride +
@@ -150,10 +146,9 @@ class Scorer {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   }
 
-  // Of page g of the turn's octet: log-sum-exp over its centroids, in bits. Query head t of four.
-  __device__ __forceinline__ void put_scores(const int (&acc)[kCentroids / 2][4], const Remainder& remainder,
-                                             int first_head, int turn) const {
-    const int query_head = first_head + c_.lane % 4, place = c_.lane / 4, page = c_.octets.first_page(turn) + place;
+  // Of the lane's page and query head: log-sum-exp over the page's centroids, in bits.
+  __device__ __forceinline__ float score_of(const int (&acc)[kCentroids / 2][4], const Remainder& remainder,
+                                            int query_head) const {
     const float4 query = c_.shared.scales[query_head];
     const __half2 sizes = __floats2half2_rn(__log2f(static_cast<float>(remainder.facts & 0xff)),
                                             __log2f(static_cast<float>(remainder.facts >> 16 & 0xff)));
@@ -175,18 +170,15 @@ class Scorer {
     }
 #pragma unroll
     for (int c = 0; c < kCentroids; ++c) sum += ptx::exp2_approx(values[c] - most);
-    if (query_head >= c_.k.group || page >= c_.count) return;
-    const float score = most + __log2f(sum);
-    if (kWork == Work::kScore) c_.scores_of(query_head)[page] = score / kLog2e;
-    else c_.own_scores(query_head)[kOctet * turn + place] = score;
+    return most + __log2f(sum);
   }
 
   // The queries of the group, weighted and turned, as integers of 15 bits in two columns, for multiply(). A warp a head,
   // a lane the eight elements of a word.
   __device__ __forceinline__ void put_queries() const {
-    const int words = c_.p.index.row_bytes / 4;
+    const int words = c_.p.index.row_bytes / 4, warps = static_cast<int>(blockDim.x / 32);
 #pragma unroll 1
-    for (int query_head = c_.warp; query_head < c_.k.group; query_head += c_.k.warps) {
+    for (int query_head = c_.warp; query_head < c_.k.group; query_head += warps) {
       float values[8] = {};
       if (c_.lane * 8 < c_.p.head_dim) {
         const float4 weights[2] = {c_.shared.weights[c_.lane * 2], c_.shared.weights[c_.lane * 2 + 1]};
@@ -239,6 +231,8 @@ class Scorer {
   }
 
   const TilesContext& c_;
+  const int turns_;
+  const PageAt& page_at_;
   const RowRing<kCentroids> rows_;
 };
 
