@@ -24,7 +24,7 @@ __all__ = [
 WINDOW_TOKENS = 64
 """Tokens of a window: what ``first``, ``recent`` and ``max_k`` count."""
 
-STRATUM_TOKENS = 2048
+STRATUM_TOKENS = 4096
 """Most tokens whose pages compete with each other, see :mod:`bicl.sparse.selection`."""
 
 REFERENCE_DEPTH = 32

@@ -4,14 +4,19 @@ mirrored by the kernels.
 The first ``f = min(first, n)`` of a row's ``n`` tiles and the newest, from
 ``e = max(f, n - recent)`` on, are always read. Of the ``c = e - f`` between them as many are taken
 as ``kept`` leaves room for. They do not compete all with each other: a choice among thousands of
-scores, on which a whole GPU has to agree, costs more than the scores. They are dealt out to
-*strata* instead, each of at most ``stratum`` tiles: ``S = max(1, ceil(c / stratum))`` of them, tile
-``f + i`` to stratum ``i mod S``, so that neighbours, which tend to matter together, are in
-different ones. Each stratum takes as many as the others, the earlier ones one more where that does
-not come out even. That is never more than it has, so that each can choose alone.
+scores, on which a whole GPU has to agree, costs more than the scores. They are dealt out to ``S =
+max(1, ceil(c / stratum))`` *strata* instead: of each block of ``S`` neighbours, which tend to
+matter together, one goes to each. Stratum ``j`` gets position ``f + k S + (j - rot(k)) mod S`` of
+block ``k``, and the blocks are turned against each other, ``rot(k) = (40503 k mod 2^16) S >> 16``
+(multiples of the golden ratio), since texts repeat at equal distances, which would all meet in one
+stratum. The last block, where it is not whole, is not turned, and the first strata get its tiles.
+
+Each stratum takes its best, as many as the others, the first strata one more where that does not
+come out even. That is never more than it has, so that each can choose alone. Of equal scores the
+earlier position wins.
 
 Where a row keeps everything, its list is its tiles in order. Else the first tiles come first, then
-what each stratum took, stratum by stratum, ascending in each, then the newest, the last one at the
+what each stratum took, stratum by stratum, the best first, then the newest, the last one at the
 end: attention knows by its place which page is not full.
 """
 
@@ -37,6 +42,9 @@ __all__ = [
 
 ROUNDING = 1.0 / 64.0
 """Added before a share is rounded down: 0.65 of 100 is 64.99999 in float32, and means 65."""
+
+_GOLDEN = 40503
+"""2^16 over the golden ratio."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,11 @@ def strata(num_tiles: torch.Tensor, kept: torch.Tensor, rule: SelectionRule, wid
     count = end - begin
     own = ((count + most - 1) // most).clamp_min(1)
     number = torch.arange(max(1, -(-width // most)), device=num_tiles.device)
-    step = torch.arange(most, device=num_tiles.device) * own[:, None]
-    places = (begin[:, None] + number)[:, :, None] + step[:, None]
+    block = torch.arange(most, device=num_tiles.device)
+    turn = ((block * _GOLDEN & 0xFFFF) * own[:, None]) >> 16
+    turn = torch.where((block + 1) * own[:, None] <= count[:, None], turn, 0)
+    offset = (number[:, None] - turn[:, None]) % own[:, None, None]
+    places = begin[:, None, None] + block * own[:, None, None] + offset
     here = (number < own[:, None])[:, :, None] & (places < end[:, None, None])
     needed = (kept - (num_tiles - count))[:, None]
     takes = needed // own[:, None] + (number < needed % own[:, None])

@@ -30,7 +30,7 @@ def keep(num_tiles: list[int], sparsity: float, rule: SelectionRule) -> list[int
 
 
 def rule(**changes: int) -> SelectionRule:
-    values = {"page_size": 64, "max_k": 512, "first": 1, "recent": 2, "floor": 0, "stratum": 32}
+    values = {"page_size": 64, "max_k": 512, "first": 1, "recent": 2, "floor": 0, "stratum": 64}
     return SelectionRule(**(values | changes))
 
 
@@ -74,7 +74,7 @@ def test_layers_keep_by_their_shares_of_a_rows_sparsity() -> None:
 def test_windows_of_64_tokens_are_two_pages_of_32() -> None:
     small = SelectionRule.of(HySparseConfig(), 32)
     assert (small.max_k, small.first, small.recent, small.floor) == (1024, 2, 4, 48)
-    assert (small.stratum, SelectionRule.of(HySparseConfig(), 64).stratum) == (64, 32)
+    assert (small.stratum, SelectionRule.of(HySparseConfig(), 64).stratum) == (128, 64)
 
 
 def slow_selection(
@@ -84,23 +84,28 @@ def slow_selection(
     if kept == tiles:
         return [list(range(tiles))] * heads
     end = tiles - rule.recent
-    competing = range(rule.first, end)
-    number = math.ceil(len(competing) / rule.stratum) if rule.stratum else 1
+    competing = end - rule.first
+    number = math.ceil(competing / rule.stratum) if rule.stratum else 1
+    members: list[list[int]] = [[] for _ in range(number)]
+    for i in range(competing):
+        block, place = divmod(i, number)
+        whole = (block + 1) * number <= competing
+        turn = ((block * 40503) % 65536) * number // 65536 if whole else 0
+        members[(place + turn) % number].append(rule.first + i)
     left = kept - rule.first - rule.recent
     chosen = []
     for own in scores.double().view(heads, -1, scores.shape[-1]):
-        picked = []
-        for stratum in range(number):
-            members = competing[stratum::number]
+        picked: list[int] = []
+        for stratum, those in enumerate(members):
             total = {}
-            for p in members:
+            for p in those:
                 values = own[:, p]
                 if combine == "softmax":
-                    seen = own[:, [*range(rule.first), *members]]
+                    seen = own[:, [*range(rule.first), *those]]
                     values = (values - seen.logsumexp(-1)).exp()
                 total[p] = float(values.max() if combine == "max" else values.sum())
             takes = left // number + (stratum < left % number)
-            picked += sorted(sorted(members, key=lambda p: (-total[p], p))[:takes])
+            picked += sorted(those, key=lambda p: (-total[p], p))[:takes]
         chosen.append([*range(rule.first), *picked, *range(end, tiles)])
     return chosen
 

@@ -12,7 +12,7 @@ from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import PAGE_GATES, SpatialGate
 from bicl.sparse.variants import VARIANTS, Choice, DecodeRows, kept_keys, largest
 
-RULE = SelectionRule(page_size=64, max_k=512, first=1, recent=2, floor=0, stratum=32)
+RULE = SelectionRule(page_size=64, max_k=512, first=1, recent=2, floor=0, stratum=64)
 TOKENS = 64 * 20 + 17
 
 
@@ -33,7 +33,7 @@ def choice(sparsity: float = 0.65, count: int = 3, stratum: int = RULE.stratum) 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sparsity", [0.3, 0.65, 0.9])
-@pytest.mark.parametrize("stratum", [5, 32])
+@pytest.mark.parametrize("stratum", [5, 64])
 def test_every_variant_keeps_as_many_keys_and_the_windows_at_both_ends(
     variant: str, sparsity: float, stratum: int
 ) -> None:

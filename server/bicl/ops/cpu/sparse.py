@@ -356,9 +356,9 @@ def _chosen(
         share = share.masked_fill(kept_ones[:, None], largest)
     share = share.masked_fill((own.places == width)[:, None], -torch.inf)
     order = share.sort(dim=-1, descending=True, stable=True).indices
+    ranked = own.places[:, None].expand_as(order).gather(3, order)
     best = torch.arange(most, device=scores.device) < own.takes[:, None, :, None]
-    taken = torch.zeros_like(share, dtype=torch.bool).scatter_(3, order, best.expand_as(order))
-    picked = torch.where(taken, own.places[:, None], width).flatten(2)
+    picked = torch.where(best, ranked, width).flatten(2)
     newest = own.end[:, None] + place[: rule.recent]
     newest = torch.where(newest < num_tiles[:, None], newest, width)
     ends = (side[:, None].expand(-1, num_kv_heads, -1) for side in (first, newest))
