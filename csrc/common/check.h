@@ -121,4 +121,61 @@ inline Sequences sequences_of(const TensorView& page_table, const TensorView& ca
   return s;
 }
 
+// Rows of a 16-bit [tokens, heads, dim] that start at multiples of `elements`.
+inline void check_aligned_rows(const TensorView& t, const char* name, int elements) {
+  BICL_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % (2 * elements) == 0 &&
+             (t.size(0) <= 1 || t.stride(0) % elements == 0) && (t.size(1) <= 1 || t.stride(1) % elements == 0))
+      << name << " rows must be " << 2 * elements << "-byte aligned";
+}
+
+// What all attention takes: query [tokens, heads, query_dim] and out [tokens, heads, out_dim] of one 16-bit dtype, lse
+// float32 [heads, tokens] or null. Negative: any. Rows of out start at multiples of `out_elements`.
+template <typename Params>
+void set_rows(Params& p, const TensorView& out, const Optional<TensorView>& lse, const TensorView& query, int64_t tokens,
+              int64_t query_dim, int64_t out_dim, int out_elements, int device) {
+  check_cuda(query, "query", device);
+  check_shape(query, "query", {tokens, -1, query_dim});
+  check_rows(query, "query");
+  const DType dtype = dtype_of(query, "query");
+  BICL_CHECK(dtype == DType::kFloat16 || dtype == DType::kBFloat16) << "query must be float16 or bfloat16";
+  BICL_CHECK(query.size(1) > 0) << "query has no heads";
+  check_cuda(out, "out", device);
+  check_shape(out, "out", {query.size(0), query.size(1), out_dim < 0 ? query.size(2) : out_dim});
+  check_rows(out, "out");
+  BICL_CHECK(dtype_of(out, "out") == dtype) << "out must have the query's dtype";
+  check_aligned_rows(query, "query", 8);
+  check_aligned_rows(out, "out", out_elements);
+  p.query = query.data_ptr();
+  p.out = out.data_ptr();
+  p.query_token_stride = query.stride(0);
+  p.query_head_stride = query.stride(1);
+  p.out_token_stride = out.stride(0);
+  p.out_head_stride = out.stride(1);
+  p.lse = nullptr;
+  if (!lse.has_value()) return;
+  const TensorView& t = lse.value();
+  check_cuda(t, "lse", device);
+  check_shape(t, "lse", {query.size(1), query.size(0)});
+  check_contiguous(t, "lse");
+  BICL_CHECK(dtype_of(t, "lse") == DType::kFloat32) << "lse must be float32";
+  p.lse = static_cast<float*>(t.data_ptr());
+}
+
+// The same over pages of keys and values, head_dim as the query's.
+template <typename Params>
+void set_paged_rows(Params& p, const TensorView& out, const Optional<TensorView>& lse, const TensorView& query,
+                    int64_t tokens, int out_elements, int device) {
+  set_rows(p, out, lse, query, tokens, -1, -1, out_elements, device);
+  p.query_dtype = dtype_of(query, "query");
+  p.num_q_heads = static_cast<int>(query.size(1));
+  p.head_dim = static_cast<int>(query.size(2));
+  BICL_CHECK(p.pages.dtype == p.query_dtype || is_fp8(p.pages.dtype))
+      << "query must have the pages' dtype, or the pages must be fp8";
+  BICL_CHECK(p.num_q_heads % p.pages.num_kv_heads == 0)
+      << p.num_q_heads << " query heads do not divide among " << p.pages.num_kv_heads << " KV heads";
+  BICL_CHECK(p.head_dim <= p.pages.padded_head_dim)
+      << "head_dim " << p.head_dim << " exceeds the pages' " << p.pages.padded_head_dim;
+  BICL_CHECK(p.head_dim > 0 && p.head_dim % 8 == 0) << "head_dim " << p.head_dim << " must be a multiple of 8";
+}
+
 }  // namespace bicl

@@ -53,46 +53,7 @@ inline void decode_call(const DecodeLayer& layer, TensorView out, Optional<Tenso
   DecodeParams p = layer.params;
   const int device = layer.device;
   p.sequences = sequences_of(page_table, cache_seqlens, device, p.pages.num_kv_heads);
-  check_cuda(query, "query", device);
-  check_shape(query, "query", {p.sequences.batch, -1, -1});
-  check_rows(query, "query");
-  p.query_dtype = dtype_of(query, "query");
-  BICL_CHECK(p.query_dtype == DType::kFloat16 || p.query_dtype == DType::kBFloat16)
-      << "query must be float16 or bfloat16";
-  BICL_CHECK(p.pages.dtype == p.query_dtype || is_fp8(p.pages.dtype))
-      << "query must have the pages' dtype, or the pages must be fp8";
-  p.num_q_heads = static_cast<int>(query.size(1));
-  p.head_dim = static_cast<int>(query.size(2));
-  BICL_CHECK(p.num_q_heads > 0 && p.num_q_heads % p.pages.num_kv_heads == 0)
-      << p.num_q_heads << " query heads do not divide among " << p.pages.num_kv_heads << " KV heads";
-  BICL_CHECK(p.head_dim <= p.pages.padded_head_dim)
-      << "head_dim " << p.head_dim << " exceeds the pages' " << p.pages.padded_head_dim;
-  check_cuda(out, "out", device);
-  check_shape(out, "out", {p.sequences.batch, p.num_q_heads, p.head_dim});
-  check_rows(out, "out");
-  BICL_CHECK(dtype_of(out, "out") == p.query_dtype) << "out must have the query's dtype";
-  p.query = query.data_ptr();
-  p.out = out.data_ptr();
-  p.query_token_stride = query.stride(0);
-  p.query_head_stride = query.stride(1);
-  p.out_token_stride = out.stride(0);
-  p.out_head_stride = out.stride(1);
-  BICL_CHECK(p.head_dim % 8 == 0) << "head_dim " << p.head_dim << " must be a multiple of 8";
-  BICL_CHECK(reinterpret_cast<uintptr_t>(p.query) % 16 == 0 && (query.size(0) == 1 || p.query_token_stride % 8 == 0) &&
-             (query.size(1) == 1 || p.query_head_stride % 8 == 0))
-      << "query rows must be 16-byte aligned";
-  BICL_CHECK(reinterpret_cast<uintptr_t>(p.out) % 8 == 0 && p.out_token_stride % 4 == 0 &&
-             p.out_head_stride % 4 == 0)
-      << "out rows must be 8-byte aligned";
-  p.lse = nullptr;
-  if (lse.has_value()) {
-    const TensorView& t = lse.value();
-    check_cuda(t, "lse", device);
-    check_shape(t, "lse", {p.num_q_heads, p.sequences.batch});
-    check_contiguous(t, "lse");
-    BICL_CHECK(dtype_of(t, "lse") == DType::kFloat32) << "lse must be float32";
-    p.lse = static_cast<float*>(t.data_ptr());
-  }
+  set_paged_rows(p, out, lse, query, p.sequences.batch, 4, device);
   p.pdl = pdl > 0;
   p.late_table = pdl > 1;
   p.late_lengths = pdl > 2;

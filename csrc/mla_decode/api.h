@@ -31,37 +31,9 @@ inline void mla_decode_api(TensorView out, Optional<TensorView> lse, TensorView 
   p.table_columns = static_cast<int>(page_table.size(1));
   BICL_CHECK(p.sequences.batch <= kMlaMaxBatch)
       << "a step has " << p.sequences.batch << " sequences; at most " << kMlaMaxBatch << " are allowed";
-  check_cuda(query, "query", device);
-  check_shape(query, "query", {p.sequences.batch, -1, kLatentDim});
-  check_rows(query, "query");
+  set_rows(p, out, lse, query, p.sequences.batch, kLatentDim, kValueDim, 4, device);
   BICL_CHECK(dtype_of(query, "query") == p.dtype) << "query must have the pages' dtype";
   p.num_heads = static_cast<int>(query.size(1));
-  BICL_CHECK(p.num_heads > 0) << "query has no heads";
-  check_cuda(out, "out", device);
-  check_shape(out, "out", {p.sequences.batch, p.num_heads, kValueDim});
-  check_rows(out, "out");
-  BICL_CHECK(dtype_of(out, "out") == p.dtype) << "out must have the pages' dtype";
-  p.query = query.data_ptr();
-  p.out = out.data_ptr();
-  p.query_token_stride = query.stride(0);
-  p.query_head_stride = query.stride(1);
-  p.out_token_stride = out.stride(0);
-  p.out_head_stride = out.stride(1);
-  const bool one_sequence = p.sequences.batch <= 1, one_head = p.num_heads == 1;
-  BICL_CHECK(reinterpret_cast<uintptr_t>(p.query) % 16 == 0 && (one_sequence || p.query_token_stride % 8 == 0) &&
-             (one_head || p.query_head_stride % 8 == 0))
-      << "query rows must be 16-byte aligned";
-  BICL_CHECK(reinterpret_cast<uintptr_t>(p.out) % 8 == 0 && (one_sequence || p.out_token_stride % 4 == 0) &&
-             (one_head || p.out_head_stride % 4 == 0))
-      << "out rows must be 8-byte aligned";
-  if (lse.has_value()) {
-    const TensorView& t = lse.value();
-    check_cuda(t, "lse", device);
-    check_shape(t, "lse", {p.num_heads, p.sequences.batch});
-    check_contiguous(t, "lse");
-    BICL_CHECK(dtype_of(t, "lse") == DType::kFloat32) << "lse must be float32";
-    p.lse = static_cast<float*>(t.data_ptr());
-  }
   check_cuda(workspace, "workspace", device);
   check_contiguous(workspace, "workspace");
   BICL_CHECK(dtype_of(workspace, "workspace") == DType::kFloat32) << "workspace must be float32";

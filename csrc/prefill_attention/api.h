@@ -81,43 +81,8 @@ inline void prefill_attention_api(TensorView out, Optional<TensorView> lse, Tens
   p.pages = pages_of(pages, page_size, k_scale, v_scale);
   const int device = pages.device().device_id;
   p.sequences = sequences_of(page_table, cache_seqlens, device);
-  check_cuda(query, "query", device);
-  check_shape(query, "query", {-1, -1, -1});
-  check_rows(query, "query");
-  p.query_dtype = dtype_of(query, "query");
-  BICL_CHECK(p.query_dtype == DType::kFloat16 || p.query_dtype == DType::kBFloat16)
-      << "query must be float16 or bfloat16";
-  BICL_CHECK(p.pages.dtype == p.query_dtype || is_fp8(p.pages.dtype))
-      << "query must have the pages' dtype, or the pages must be fp8";
+  set_paged_rows(p, out, lse, query, -1, 8, device);
   p.num_tokens = static_cast<int>(query.size(0));
-  p.num_q_heads = static_cast<int>(query.size(1));
-  p.head_dim = static_cast<int>(query.size(2));
-  BICL_CHECK(p.num_q_heads > 0 && p.num_q_heads % p.pages.num_kv_heads == 0)
-      << p.num_q_heads << " query heads do not divide among " << p.pages.num_kv_heads << " KV heads";
-  BICL_CHECK(p.head_dim % 8 == 0 && p.head_dim <= p.pages.padded_head_dim)
-      << "head_dim " << p.head_dim << " must be a multiple of 8 and at most the pages' " << p.pages.padded_head_dim;
-  check_cuda(out, "out", device);
-  check_shape(out, "out", {p.num_tokens, p.num_q_heads, p.head_dim});
-  check_rows(out, "out");
-  BICL_CHECK(dtype_of(out, "out") == p.query_dtype) << "out must have the query's dtype";
-  p.query = query.data_ptr();
-  p.out = out.data_ptr();
-  p.query_token_stride = query.stride(0);
-  p.query_head_stride = query.stride(1);
-  p.out_token_stride = out.stride(0);
-  p.out_head_stride = out.stride(1);
-  for (const auto& [name, t] : {std::pair{"query", &query}, std::pair{"out", &out}})
-    BICL_CHECK(reinterpret_cast<uintptr_t>(t->data_ptr()) % 16 == 0 && t->stride(0) % 8 == 0 && t->stride(1) % 8 == 0)
-        << name << " rows must be 16-byte aligned";
-  p.lse = nullptr;
-  if (lse.has_value()) {
-    const TensorView& t = lse.value();
-    check_cuda(t, "lse", device);
-    check_shape(t, "lse", {p.num_q_heads, p.num_tokens});
-    check_contiguous(t, "lse");
-    BICL_CHECK(dtype_of(t, "lse") == DType::kFloat32) << "lse must be float32";
-    p.lse = static_cast<float*>(t.data_ptr());
-  }
   BICL_CHECK(scale > 0 && k_scale > 0 && v_scale > 0)
       << "scale " << scale << ", k_scale " << k_scale << " and v_scale " << v_scale << " must be positive";
   BICL_CHECK(softcap >= 0) << "softcap " << softcap << " must be positive, or 0 for none";

@@ -104,7 +104,7 @@ struct TilesRow {
     const int first = begin + place * strata;
     int offset = stratum;
     if (first + strata <= end) {
-      offset -= ((place * 40503 & 0xffff) * strata) >> 16;  // multiples of the golden ratio
+      offset -= ((place * place * 40503 & 0xffff) * strata) >> 16;  // squares times the golden ratio
       if (offset < 0) offset += strata;
     }
     return first + offset < end ? first + offset : -1;
