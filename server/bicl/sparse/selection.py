@@ -7,9 +7,11 @@ as ``kept`` leaves room for. They do not compete all with each other: a choice a
 scores, on which a whole GPU has to agree, costs more than the scores. They are dealt out to ``S =
 max(1, ceil(c / stratum))`` *strata* instead: of each block of ``S`` neighbours, which tend to
 matter together, one goes to each. Stratum ``j`` gets position ``f + k S + (j - rot(k)) mod S`` of
-block ``k``, and the blocks are turned against each other, ``rot(k) = (40503 k mod 2^16) S >> 16``
-(multiples of the golden ratio), since texts repeat at equal distances, which would all meet in one
-stratum. The last block, where it is not whole, is not turned, and the first strata get its tiles.
+block ``k``, and the blocks are turned against each other, ``rot(k) = (40503 k^2 mod 2^16) S >>
+16``, since texts repeat at equal distances, which would all meet in one stratum. (So they do at
+other distances where the turns are multiples of 40503, 2^16 over the golden ratio; by its squares
+they spread as by chance.) The last block, where it is not whole, is not turned, and the first
+strata get its tiles.
 
 Each stratum takes its best, as many as the others, the first strata one more where that does not
 come out even. That is never more than it has, so that each can choose alone. Of equal scores the
@@ -170,7 +172,7 @@ def strata(num_tiles: torch.Tensor, kept: torch.Tensor, rule: SelectionRule, wid
     own = ((count + most - 1) // most).clamp_min(1)
     number = torch.arange(max(1, -(-width // most)), device=num_tiles.device)
     block = torch.arange(most, device=num_tiles.device)
-    turn = ((block * _GOLDEN & 0xFFFF) * own[:, None]) >> 16
+    turn = ((block * block * _GOLDEN & 0xFFFF) * own[:, None]) >> 16
     turn = torch.where((block + 1) * own[:, None] <= count[:, None], turn, 0)
     offset = (number[:, None] - turn[:, None]) % own[:, None, None]
     places = begin[:, None, None] + block * own[:, None, None] + offset

@@ -17,13 +17,12 @@ import torch
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from bicl.ops.cpu.select_tiles import combine_heads, select_tiles
 from bicl.ops.cpu.sparse import (
     centroid_rows,
     cluster_means,
-    combine_heads,
     quantise_rows,
     quantise_spreads,
-    select_tiles,
     stored_rows,
     turned,
 )

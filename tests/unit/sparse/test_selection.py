@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bicl.cache.layout import PageLayout
+from bicl.ops.cpu.select_tiles import select_tiles
 from bicl.ops.cpu.sparse import (
     bound_scores,
     centroid_rows,
     centroid_scores,
     cluster_means,
     quantise_rows,
-    select_tiles,
     stored_rows,
     turned,
 )
@@ -90,7 +90,7 @@ def slow_selection(
     for i in range(competing):
         block, place = divmod(i, number)
         whole = (block + 1) * number <= competing
-        turn = ((block * 40503) % 65536) * number // 65536 if whole else 0
+        turn = ((block * block * 40503) % 65536) * number // 65536 if whole else 0
         members[(place + turn) % number].append(rule.first + i)
     left = kept - rule.first - rule.recent
     chosen = []
