@@ -17,7 +17,6 @@ from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
 from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
-from bicl.sparse.selection import SelectionRule
 
 pytestmark = pytest.mark.gpu
 
@@ -85,9 +84,8 @@ def test_only_the_first_and_last_tokens_of_a_long_sequence_keep_their_places(
     tokens, size = 9000, layout.page_size
     first, recent, count = 1024 // size, 7168 // size, -(-tokens // size)
     own = indexed_step(backend, [tokens], layout)
-    rule = SelectionRule(
-        page_size=size, max_k=first + recent, first=first, recent=recent, floor=first + recent
-    )
+    both = first + recent
+    rule = rule_for(size, first=first, recent=recent, floor=both, max_k=both)
     pages, read, positions = choose(own, everyone(own.meta, 0.95), rule)
     kept = torch.tensor([*range(first), *range(count - recent, count)], device="cuda")
     assert torch.equal(positions[0, :, : len(kept)].long(), kept.expand(2, -1))
