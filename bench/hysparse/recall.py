@@ -60,6 +60,7 @@ INDEXES = (
     Index("centroids-16", "16 centroids, 4 bits", (8, 96)),
     Index("centroids-8", "8 centroids, e4m3", (8, 16)),
     Index("centroids", "8 centroids, 4 bits", (4, 48)),
+    Index("centroids-global", "the same, all pages compared", (4, 48)),
     Index("centroids-unturned", "the same, rounded unturned", (4, 48)),
     Index("centroids-flat", "the same without their spread", (4, 40)),
     Index("centroids-4", "4 centroids, e4m3", (4, 8)),
