@@ -58,7 +58,8 @@ class Picker {
   // stratum before.
   template <typename Put>
   __device__ __forceinline__ void pick(int turn, const Candidate& own, const Put& put) const {
-    const uint32_t key = own.position < 0 ? 0 : key_of(agreed(turn, own));
+    const float score = agreed(turn, own);  // by all lanes
+    const uint32_t key = own.position < 0 ? 0 : key_of(score);
     reinterpret_cast<uint32_t*>(c_.shared.keys)[own.place] = key;
     ptx::named_barrier(kPickersOnly, kStratum);
     int rank = 0;
