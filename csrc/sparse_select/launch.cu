@@ -15,15 +15,6 @@ namespace bicl {
 namespace sparse {
 namespace {
 
-template <Work kWork>
-KernelRef tiles_kernel_for(int centroids, bool plain) {
-  const auto pick = [plain](auto count) {
-    return plain ? kernel_ref<tiles_kernel<decltype(count)::value, kWork, true>>()
-                 : kernel_ref<tiles_kernel<decltype(count)::value, kWork, false>>();
-  };
-  return centroids == 4 ? pick(std::integral_constant<int, 4>{}) : pick(std::integral_constant<int, 8>{});
-}
-
 // CTAs that a card holds at once; the kernel's limit of shared memory is raised before the first question.
 int resident_ctas(const KernelRef& kernel, const LaunchConfig& config, int device, const DeviceInfo& info) {
   static std::mutex mutex;
@@ -41,8 +32,9 @@ int resident_ctas(const KernelRef& kernel, const LaunchConfig& config, int devic
 
 int divide_up(int value, int by) { return (value + by - 1) / by; }
 
-template <Work kWork>
+template <int kCentroids, Work kWork>
 void run(const TilesParams& p, int device, cudaStream_t stream) {
+  using Shape = TilesShape<kCentroids, kWork>;
   const DeviceInfo& info = device_info(device);
   TilesKernelParams k;
   k.p = p;
@@ -52,45 +44,54 @@ void run(const TilesParams& p, int device, cudaStream_t stream) {
   k.steps = divide_up(p.index.row_bytes, 4 * kPieceBytes);
   k.heads = FastDiv(p.num_kv_heads);
   k.page_log2 = p.page_size == 64 ? 6 : 5;
-  const int stratum = stratum_pages(p.index.centroids);
-  k.warps = kWork == Work::kChoose ? stratum / kOctet : kScoringWarps;
-  const KernelRef kernel = tiles_kernel_for<kWork>(p.index.centroids, k.blocks == 1 && k.steps == 1);
+  const bool plain = k.blocks == 1 && k.steps == 1;
+  const KernelRef kernel = plain ? kernel_ref<tiles_kernel<kCentroids, kWork, true>>()
+                                 : kernel_ref<tiles_kernel<kCentroids, kWork, false>>();
   LaunchConfig config;
   config.pdl = k.p.pdl;
   config.stream = stream;
-  config.block = dim3(32 * TilesShared::all_warps(k, kWork));
+  config.block = dim3(Shape::kThreads);
   const int pairs = p.sequences.batch * p.num_kv_heads;
   // Four pages of the ring lie in all banks.
   const int chunks = p.index.centroids * p.index.row_bytes / kPieceBytes;
   k.page_stride = (chunks + (12 - chunks % 8) % 8) * kPieceBytes;
-  // CTAs that run at once with a ring of `stages`, or of as many as fit.
+  // CTAs that run at once with a ring of so many stages, or of as many as fit.
   const auto resident = [&](int stages_log2) {
     k.stages_log2 = info.major < 9 ? -1 : stages_log2;
-    while (k.stages_log2 > 0 && TilesShared::bytes(k, kWork) > info.max_shared_bytes) --k.stages_log2;
-    config.shared_bytes = TilesShared::bytes(k, kWork);
+    while (k.stages_log2 > 0 && TilesShared<Shape>::bytes(k) > info.max_shared_bytes) --k.stages_log2;
+    config.shared_bytes = TilesShared<Shape>::bytes(k);
     return config.shared_bytes > info.max_shared_bytes ? 0 : resident_ctas(kernel, config, device, info);
   };
   int ctas, splits;
   if (kWork == Work::kScore) {
     ctas = resident(2);
-    splits = std::min(divide_up(p.max_pages, kOctet * 2 * kScoringWarps), 2 * p.num_sms / pairs);
+    splits = std::min(divide_up(p.max_pages, kOctet * 2 * Shape::kScorers), 2 * p.num_sms / pairs);
   } else {
     // A stratum a CTA where all of them run at once, else some in turns, whose rows come ahead.
-    splits = std::max(1, divide_up(p.max_pages, stratum));
+    splits = divide_up(p.max_pages, Shape::kStratum);
     ctas = resident(0);
     if (ctas < pairs * splits) {
-      ctas = resident(1);
+      ctas = resident(kCentroids == 8 ? 1 : 2);
       splits = divide_up(splits, divide_up(splits, std::max(1, ctas / pairs)));
     }
   }
+  splits = std::max(1, splits);
+  k.rehearsing = k.p.pdl && !p.late_input ? ctas : 0;
   if (ctas == 0)
     throw std::runtime_error("sparse_select: " + std::to_string(k.group) + " query heads a KV head of head_dim " +
                              std::to_string(p.head_dim) + " need " + std::to_string(config.shared_bytes) +
                              " bytes of shared memory; this card has " + std::to_string(info.max_shared_bytes) +
                              " a block: start without --enable-hysparse");
-  k.splits = FastDiv(std::max(1, splits));
-  config.grid = dim3(pairs * std::max(1, splits));
+  k.splits = FastDiv(splits);
+  config.grid = dim3(pairs * splits);
   launch_function<TilesKernelParams>(runnable(kernel), config, k);
+}
+
+template <Work kWork>
+void run(const TilesParams& p, int device, cudaStream_t stream) {
+  if (p.sequences.batch == 0) return;
+  if (p.index.centroids == 4) run<4, kWork>(p, device, stream);
+  else run<8, kWork>(p, device, stream);
 }
 
 template <typename In, typename Stored>
@@ -167,11 +168,11 @@ void rotate_store_and_index(const RotateAndStoreParams& p, const PageIndex& inde
 }
 
 void score_tiles(const TilesParams& p, int device, cudaStream_t stream) {
-  if (p.sequences.batch > 0) run<Work::kScore>(p, device, stream);
+  run<Work::kScore>(p, device, stream);
 }
 
 void choose_tiles(const TilesParams& p, int device, cudaStream_t stream) {
-  if (p.sequences.batch > 0) run<Work::kChoose>(p, device, stream);
+  run<Work::kChoose>(p, device, stream);
 }
 
 }  // namespace bicl

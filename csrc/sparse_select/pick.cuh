@@ -13,107 +13,104 @@ __device__ __forceinline__ uint32_t key_of(float score) {
   return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
-// kStratum: pages of one. kPlain: a group of at most four query heads.
-template <int kStratum, bool kPlain>
+template <typename Context>
 class Picker {
-  static constexpr int kPerLane = kStratum / 32;
+  using Shape = typename Context::Shape;
 
  public:
-  __device__ __forceinline__ explicit Picker(const TilesContext& c) : c_(c) {}
+  __device__ __forceinline__ explicit Picker(const Context& c) : c_(c) {}
 
   __device__ __forceinline__ void clear_firsts() const {
 #pragma unroll 1
-    for (int head = c_.lane; head < c_.k.group; head += 32) c_.shared.firsts[head] = kLeast;
-  }
-
-  // Adds an octet of the first pages, which this warp has scored, to their heads' sums.
-  __device__ __forceinline__ void add_firsts(int turn) const {
-    __syncwarp();
-#pragma unroll 1
-    for (int head = c_.lane; head < c_.k.group; head += 32) {
-      const float* scores = c_.scores(0, head) + kStratum;
-      const float before = c_.shared.firsts[head];
-      const int count = min(kOctet, c_.row.begin - turn * kOctet);
-      float most = before, sum = 0.f;
-      for (int i = 0; i < count; ++i) most = fmaxf(most, scores[i]);
-      for (int i = 0; i < count; ++i) sum += ptx::exp2_approx(scores[i] - most);
-      c_.shared.firsts[head] = most + __log2f(sum + ptx::exp2_approx(before - most));
-    }
+    for (int head = c_.lane; head < c_.k.group; head += 32) c_.shared.firsts[head] = -INFINITY;
     __syncwarp();
   }
 
-  // The lane's page of a turn's stratum, asked for before scores are there.
+  // The lane's page of a stratum, asked for before scores are there.
   struct Candidate {
     int stratum, place;
     int position;  // -1: none
     int32_t page;
   };
-  __device__ __forceinline__ Candidate candidate(int turn) const {
-    const int stratum = c_.rank + turn * c_.splits(), place = 32 * c_.picker() + c_.lane;
-    const int position = c_.row.page(stratum, place);
+  __device__ __forceinline__ Candidate candidate(int stratum) const {
+    const int place = 32 * c_.picker() + c_.lane, position = c_.row.page(stratum, place);
     return {stratum, place, position, position < 0 ? 0 : c_.table()[position]};
   }
 
-  // put(number, position, page) if it is taken; numbers go from the best to the worst of the stratum, and on from the
-  // stratum before.
+  // put(number, position, page) if it is among the `quota` best, numbered from the best on. All warps that pick.
   template <typename Put>
-  __device__ __forceinline__ void pick(int turn, const Candidate& own, const Put& put) const {
-    const float score = agreed(turn, own);  // by all lanes
+  __device__ __forceinline__ void pick(int buffer, const Candidate& own, int quota, const Put& put) const {
+    const float score = agreed(buffer, own.place);  // by all lanes
     const uint32_t key = own.position < 0 ? 0 : key_of(score);
-    reinterpret_cast<uint32_t*>(c_.shared.keys)[own.place] = key;
-    ptx::named_barrier(kPickersOnly, kStratum);
+    uint4* fours = c_.keys(buffer);
+    reinterpret_cast<uint32_t*>(fours)[own.place] = key;
+    wait_others();
     int rank = 0;
+#pragma unroll 1
+    for (int warp = 0; warp < Shape::kPickers; ++warp) {
+      // Of equal ones the earlier comes first. Without a branch: lanes would take it apart.
+      const int before = warp < c_.picker() ? 32 : warp > c_.picker() ? 0 : c_.lane;
 #pragma unroll
-    for (int four = 0; four < kStratum / 4; ++four) {
-      const uint4 keys = c_.shared.keys[four];
-      const uint32_t others[4] = {keys.x, keys.y, keys.z, keys.w};
+      for (int four = 0; four < 8; ++four) {
+        const uint4 keys = fours[8 * warp + four];
+        const uint32_t others[4] = {keys.x, keys.y, keys.z, keys.w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) rank += others[i] > key || (others[i] == key && 4 * four + i < own.place);
+        for (int i = 0; i < 4; ++i) rank += others[i] >= key + (4 * four + i < before ? 0 : 1);
+      }
     }
-    if (own.position >= 0 && rank < c_.row.quota(own.stratum))
-      put(c_.row.begin + c_.row.before(own.stratum) + rank, own.position, own.page);
+    if (own.position >= 0 && rank < quota) put(rank, own.position, own.page);
   }
 
- private:
-  static constexpr int kPickersOnly = 1;  // a named barrier
+  // The warps that pick, for each other.
+  __device__ __forceinline__ void wait_others() const { ptx::named_barrier(1, 32 * Shape::kPickers); }
 
+ private:
   // Of the heads: their greatest score, their sum, or the sum of their softmaxes over the stratum and the first pages, so
   // that a head that looks at little else has little to say.
-  __device__ __forceinline__ float agreed(int turn, const Candidate& own) const {
+  __device__ __forceinline__ float agreed(int buffer, int place) const {
     const Combine combine = c_.p.combine;
-    const int size = c_.row.size(own.stratum);
+    const int group = c_.k.group;
     float all = combine == Combine::kMax ? -INFINITY : 0.f;
-    const auto add = [&](int query_head) {
-      const float* scores = c_.scores(turn, query_head);
-      const float own_score = scores[own.place];
-      if (combine != Combine::kSoftmax) {
-        all = combine == Combine::kMax ? fmaxf(all, own_score) : all + own_score;
-        return;
-      }
-      const float firsts = c_.shared.firsts[query_head];
-      float score[kPerLane], most = kLeast, sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        score[i] = c_.lane + 32 * i < size ? scores[c_.lane + 32 * i] : kLeast;
-        most = fmaxf(most, score[i]);
-      }
-      most = fmaxf(warp_max(most), firsts);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) sum += ptx::exp2_approx(score[i] - most);
-      sum = warp_sum(sum) + ptx::exp2_approx(firsts - most);
-      all += ptx::exp2_approx(own_score - most) / sum;
-    };
-    if (kPlain && c_.k.group == 4) {
-#pragma unroll
-      for (int head = 0; head < 4; ++head) add(head);
-    } else {
+    if (combine != Combine::kSoftmax) {
 #pragma unroll 1
-      for (int head = 0; head < c_.k.group; ++head) add(head);
+      for (int head = 0; head < group; ++head) {
+        const float score = c_.scores(buffer, head)[place];
+        all = combine == Combine::kMax ? fmaxf(all, score) : all + score;
+      }
+      return all;
+    }
+#pragma unroll 1
+    for (int first = 0; first < group; first += 4) {
+      const float total = total_of(buffer, first + c_.lane / 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float score = c_.scores(buffer, min(first + i, group - 1))[place];
+        const float share = ptx::exp2_approx(score - __shfl_sync(~0u, total, 8 * i));
+        all += first + i < group ? share : 0.f;
+      }
     }
     return all;
   }
 
-  const TilesContext& c_;
+  // The logarithm of a head's sum over the stratum and the first pages, by eight lanes.
+  __device__ __forceinline__ float total_of(int buffer, int query_head) const {
+    constexpr int kOctets = Shape::kStratum / kOctet;
+    const bool is_own = query_head < c_.k.group;
+    const float* sums = c_.sums(buffer, is_own ? query_head : 0) + c_.lane % 8;
+    const float firsts = c_.shared.firsts[is_own ? query_head : 0];
+    float value[kOctets / 8], most = fmaxf(firsts, kLeast), sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kOctets / 8; ++i) {
+      value[i] = sums[8 * i];
+      most = fmaxf(most, value[i]);
+    }
+    most = lanes_max(most, 1, 4);
+#pragma unroll
+    for (int i = 0; i < kOctets / 8; ++i) sum += ptx::exp2_approx(value[i] - most);
+    return most + __log2f(lanes_sum(sum, 1, 4) + ptx::exp2_approx(firsts - most));
+  }
+
+  const Context& c_;
 };
 
 }  // namespace bicl::sparse

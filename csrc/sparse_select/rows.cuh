@@ -7,10 +7,10 @@
 
 namespace bicl::sparse {
 
-template <int kCentroids>
+template <int kCentroids, typename Context>
 class RowRing {
  public:
-  __device__ __forceinline__ explicit RowRing(const TilesContext& c)
+  __device__ __forceinline__ explicit RowRing(const Context& c)
       : c_(c), bytes_(kCentroids * c.p.index.row_bytes), ring_(c.shared.ring + c.warp * c.k.ring_bytes()) {}
 
 #if __CUDA_ARCH__ >= 900
@@ -65,7 +65,7 @@ class RowRing {
 
  private:
 #endif
-  const TilesContext& c_;
+  const Context& c_;
   const int bytes_;  // of a page and head
   char* const ring_;
 };

@@ -15,56 +15,76 @@ struct Remainder {
   uint32_t facts;   // keys of each, and their spread
 };
 
-// An octet a warp and turn; page_at(turn, place): where its page `place` stands in the sequence, -1: there is none.
-// kPlain: a group of at most four query heads, and rows of at most 128 elements.
-template <int kCentroids, bool kPlain, typename PageAt>
+// A warp's octets, one after the other; page_at(octet, place): where its page `place` stands in the sequence, -1: there is
+// none. kPlain: a group of at most four query heads, and rows of at most 128 elements.
+template <int kCentroids, bool kPlain, typename Context, typename PageAt>
 class Scorer {
  public:
-  __device__ __forceinline__ Scorer(const TilesContext& c, int turns, const PageAt& page_at)
-      : c_(c), turns_(turns), page_at_(page_at), rows_(c) {}
+  __device__ __forceinline__ Scorer(const Context& c, int octets, const PageAt& page_at)
+      : c_(c), octets_(octets), page_at_(page_at), rows_(c) {}
 
-  // All warps of the CTA at once. meanwhile(): when the queries are on their way. Then, for each
-  // turn, put(turn, query head, place, page, score in bits) from several lanes, and turned(turn) from all.
-  template <typename Meanwhile, typename Put, typename Turned>
-  __device__ __forceinline__ void run(const Meanwhile& meanwhile, const Put& put, const Turned& turned) const {
+  // All warps of the CTA call begin() and load(0), then prepare() as often as they like; score() is of what was loaded
+  // last. All that needs no query is done ahead of it: a warp alone takes long for few instructions.
+  __device__ __forceinline__ void begin() {
     rows_.start();
-    fetch_weights();
-    Entries entries = {entry_at(0), entry_at(kTurns), 0};
-    // The other rows stay behind the queries: memory that is busy with them answers after microseconds.
-    if (rows_.ahead() > 0) ask(entries, 0);
-    Part next = load_part(entries, 0);
-    if (c_.p.pdl) ptx::grid_dependency_wait();
-    fetch_queries();
+    const auto* weights = reinterpret_cast<const float4*>(c_.p.weights) + 2 * c_.lane;
+    if (c_.lane * 8 < c_.p.head_dim) weights_[0] = __ldg(weights), weights_[1] = __ldg(weights + 1);
+    entries_ = {entry_at(0), entry_at(kEntryOctets), 0};
+    // Further rows stay behind the queries: memory that is busy with them answers after microseconds.
+    if (rows_.ahead() > 0) ask(0);
+    next_ = load_part(0);
+  }
+  __device__ __forceinline__ void load(int octet) {
+    if (octet >= octets_) return;
+    if (octet == entries_.first + kEntryOctets) entries_ = {entries_.next, entry_at(octet + kEntryOctets), octet};
+    const Part part = next_;
+    next_ = load_part(octet + 1);
+    record_ = part.record;
+    facts_ = {part.remainder.affine,
+              halves_of(__log2f(static_cast<float>(part.remainder.facts & 0xff)),
+                        __log2f(static_cast<float>(part.remainder.facts >> 16 & 0xff))),
+              part.remainder.facts & 0xff00ff00u};  // an e5m2 is the upper byte of a half
+    rows_.wait(octet);
+    if (steps() == 1) rows_.load(pieces_, octet, 0, record_);
+  }
+  // Asks for the rows to come, when an octet has been scored.
+  __device__ __forceinline__ void refill(int octet) const {
 #pragma unroll 1
-    for (int turn = 1; turn < rows_.ahead(); ++turn) ask(entries, turn);
-    meanwhile();
-    prepare();
+    for (int next = octet == 0 ? 1 : octet + rows_.ahead(); next <= octet + rows_.ahead(); ++next) ask(next);
+  }
+  // The queries, for all to multiply with: zeros for a rehearsal, else those that the kernel ahead makes.
+  __device__ __forceinline__ void prepare(bool rehearsed) {
+    if (c_.p.pdl && !rehearsed) ptx::grid_dependency_wait();
+    put_queries(rehearsed);
+    __syncthreads();
+  }
+  // put(query head, place, page or -1, score in bits) by all lanes.
+  template <typename Put>
+  __device__ __forceinline__ void score(int octet, const Put& put) {
 #pragma unroll 1
-    for (int turn = 0; turn < turns_; ++turn) {
-      if (turn == entries.first_turn + kTurns) entries = {entries.next, entry_at(turn + kTurns), turn};
-      const Part part = next;
-      next = load_part(entries, turn + 1);
-      rows_.wait(turn);
-      PagePieces<kCentroids> pieces;
-      rows_.load(pieces, turn, 0, part.record);
-      const bool is_loaded = steps() == 1;
-      if (is_loaded) ask(entries, turn + rows_.ahead());
-      score(pieces, part, turn, put);
-      if (!is_loaded) ask(entries, turn + rows_.ahead());
-      turned(turn);
+    for (int block = 0; block < blocks(); ++block) {
+      int acc[kCentroids / 2][4] = {};
+#pragma unroll 1
+      for (int step = 0; step < steps(); ++step) {
+        if (steps() > 1) rows_.load(pieces_, octet, step, record_);
+        multiply(acc, pieces_, c_.shared.vectors + (block * steps() + step) * 64, c_.lane);
+      }
+      const int query_head = block * 4 + c_.lane % 4, place = c_.lane / 4;
+      put(query_head, place, page_at_(octet, place), score_of(acc, query_head));
     }
   }
 
  private:
-  static constexpr int kTurns = 32 / kOctet;  // whose entries a warp reads at once
+  static constexpr int kEntryOctets = 32 / kOctet;  // whose entries a warp reads at once
 
   __device__ __forceinline__ int blocks() const { return kPlain ? 1 : c_.k.blocks; }
   __device__ __forceinline__ int steps() const { return kPlain ? 1 : c_.k.steps; }
 
-  // Of the page table: of the kTurns turns that are under way and of those behind them; -1 where there is nothing to score.
+  // Of the page table: of the kEntryOctets octets that are under way and of those behind them; -1 where there is nothing to
+  // score.
   struct Entries {
     int32_t now, next;
-    int first_turn;  // of those under way
+    int first;  // of those under way
   };
 
   // What belongs to page lane / 4 of an octet, but for its rows.
@@ -73,94 +93,69 @@ class Scorer {
     Remainder remainder;
   };
 
-  // The lane's of kTurns turns.
-  __device__ __forceinline__ int32_t entry_at(int turn) const {
-    const int own_turn = turn + c_.lane / kOctet;
-    const int page = own_turn < turns_ ? page_at_(own_turn, c_.lane % kOctet) : -1;
+  // The lane's of kEntryOctets octets.
+  __device__ __forceinline__ int32_t entry_at(int first) const {
+    const int octet = first + c_.lane / kOctet;
+    const int page = octet < octets_ ? page_at_(octet, c_.lane % kOctet) : -1;
     return page < 0 ? -1 : c_.table()[page];
   }
-  // Of page `place` of a turn: one under way, or up to kTurns behind.
-  __device__ __forceinline__ int32_t id_of(const Entries& entries, int turn, int place) const {
-    const int32_t own = turn < entries.first_turn + kTurns ? entries.now : entries.next;
-    return __shfl_sync(~0u, own, turn % kTurns * kOctet + place);
+  // Of page `place` of an octet: one under way, or up to kEntryOctets behind.
+  __device__ __forceinline__ int32_t id_of(int octet, int place) const {
+    const int32_t own = octet < entries_.first + kEntryOctets ? entries_.now : entries_.next;
+    return __shfl_sync(~0u, own, octet % kEntryOctets * kOctet + place);
   }
-  __device__ __forceinline__ void ask(const Entries& entries, int turn) const {
-    if (turn < turns_) rows_.ask(turn, id_of(entries, turn, c_.lane % kOctet));
+  __device__ __forceinline__ void ask(int octet) const {
+    if (octet >= octets_) return;
+    const int32_t id = id_of(octet, c_.lane % kOctet);
+    rows_.ask(octet, id);
+    // The rest follows an octet ahead, which is less than memory takes.
+    if (c_.lane < 2 * kOctet && id >= 0)
+      ptx::prefetch(c_.lane < kOctet ? affine_of(record_of(id)) : facts_of(record_of(id)));
   }
-  __device__ __forceinline__ Part load_part(const Entries& entries, int turn) const {
-    const int32_t id = id_of(entries, turn, c_.lane / 4);
-    const uint8_t* record = id < 0 ? nullptr : c_.p.index.records + id * c_.p.index.record_bytes;
+  __device__ __forceinline__ Part load_part(int octet) const {
+    const int32_t id = id_of(octet, c_.lane / 4);
+    const uint8_t* record = id < 0 ? nullptr : record_of(id);
     return {record, load_remainder(record)};
   }
 
-  template <typename Put>
-  __device__ __forceinline__ void score(PagePieces<kCentroids>& pieces, const Part& part, int turn,
-                                        const Put& put) const {
-#pragma unroll 1
-    for (int block = 0; block < blocks(); ++block) {
-      int acc[kCentroids / 2][4] = {};
-#pragma unroll 1
-      for (int step = 0; step < steps(); ++step) {
-        if (steps() > 1 && block + step > 0) rows_.load(pieces, turn, step, part.record);
-        multiply(acc, pieces, c_.shared.vectors + (block * steps() + step) * 64, c_.lane);
-      }
-      const int query_head = block * 4 + c_.lane % 4, place = c_.lane / 4, page = page_at_(turn, place);
-      const float score = score_of(acc, part.remainder, query_head);
-      if (query_head < c_.k.group && page >= 0) put(turn, query_head, place, page, score);
-    }
+  // A page's part of the index, and where what belongs to its rows begins there, of this KV head.
+  __device__ __forceinline__ const uint8_t* record_of(int32_t id) const {
+    return c_.p.index.records + id * c_.p.index.record_bytes;
+  }
+  __device__ __forceinline__ const uint8_t* affine_of(const uint8_t* record) const {
+    return record + c_.p.num_kv_heads * kCentroids * c_.p.index.row_bytes + c_.head * kCentroids * 4;
+  }
+  __device__ __forceinline__ const uint8_t* facts_of(const uint8_t* record) const {
+    return record + c_.p.num_kv_heads * kCentroids * (c_.p.index.row_bytes + 4) + c_.head * kCentroids * 2;
   }
 
   __device__ __forceinline__ Remainder load_remainder(const uint8_t* record) const {
-    const int rows = c_.p.num_kv_heads * kCentroids, own = c_.head * kCentroids + c_.lane % 4 * 2;
-    if (record == nullptr || c_.lane % 4 * 2 >= kCentroids) return {};
-    const uint8_t* affine = record + rows * c_.p.index.row_bytes;
-    return {__ldg(reinterpret_cast<const uint2*>(affine + own * 4)),
-            __ldg(reinterpret_cast<const uint32_t*>(affine + rows * 4 + own * 2))};
-  }
-
-  __device__ __forceinline__ void fetch_weights() const {
-    if (threadIdx.x < c_.p.head_dim / 4)
-      ptx::cp_async_16(ptx::smem_address(c_.shared.weights + threadIdx.x), c_.p.weights + 4 * threadIdx.x);
-  }
-
-  __device__ __forceinline__ void fetch_queries() const {
-    const int chunks = c_.p.head_dim / 8;
-#pragma unroll 1
-    for (int query_head = c_.warp; query_head < c_.k.group; query_head += blockDim.x / 32)
-      if (c_.lane < chunks)
-        ptx::cp_async_16(ptx::smem_address(c_.shared.queries + query_head * chunks + c_.lane),
-                         static_cast<const uint16_t*>(c_.p.query) + c_.sequence * c_.p.query_token_stride +
-                             static_cast<int64_t>(c_.head * c_.k.group + query_head) * c_.p.query_head_stride +
-                             c_.lane * 8);
-    ptx::cp_async_commit();
-  }
-
-  __device__ __forceinline__ void prepare() const {
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-    put_queries();
-    __syncthreads();
+    const int own = c_.lane % 4 * 2;
+    if (record == nullptr || own >= kCentroids) return {};
+    return {__ldg(reinterpret_cast<const uint2*>(affine_of(record) + own * 4)),
+            __ldg(reinterpret_cast<const uint32_t*>(facts_of(record) + own * 2))};
   }
 
   static __device__ __forceinline__ float2 halves(uint32_t pair) {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   }
 
+  static __device__ __forceinline__ uint32_t halves_of(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+
   // Of the lane's page and query head: log-sum-exp over the page's centroids, in bits.
-  __device__ __forceinline__ float score_of(const int (&acc)[kCentroids / 2][4], const Remainder& remainder,
-                                            int query_head) const {
+  __device__ __forceinline__ float score_of(const int (&acc)[kCentroids / 2][4], int query_head) const {
     const float4 query = c_.shared.scales[query_head];
-    const __half2 sizes = __floats2half2_rn(__log2f(static_cast<float>(remainder.facts & 0xff)),
-                                            __log2f(static_cast<float>(remainder.facts >> 16 & 0xff)));
-    const uint32_t spreads = remainder.facts & 0xff00ff00u;  // an e5m2 is the upper byte of a half
     float values[kCentroids], most = kLeast, sum = 0.f;
 #pragma unroll
     for (int pair = 0; pair < kCentroids / 2; ++pair) {
       const int from = c_.lane / 4 * 4 + pair;
-      const float2 first = halves(__shfl_sync(~0u, remainder.affine.x, from));
-      const float2 second = halves(__shfl_sync(~0u, remainder.affine.y, from));
-      const float2 size = halves(__shfl_sync(~0u, *reinterpret_cast<const uint32_t*>(&sizes), from));
-      const float2 spread = halves(__shfl_sync(~0u, spreads, from));
+      const float2 first = halves(__shfl_sync(~0u, facts_.affine.x, from));
+      const float2 second = halves(__shfl_sync(~0u, facts_.affine.y, from));
+      const float2 size = halves(__shfl_sync(~0u, facts_.sizes, from));
+      const float2 spread = halves(__shfl_sync(~0u, facts_.spreads, from));
       const int (&product)[4] = acc[pair];
       values[2 * pair] = fmaf(query.x * first.x, static_cast<float>(kQueryStep * product[0] + product[1]),
                               fmaf(query.y, first.y, fmaf(query.z, spread.x, size.x)));
@@ -175,16 +170,17 @@ class Scorer {
 
   // The queries of the group, weighted and turned, as integers of 15 bits in two columns, for multiply(). A warp a head,
   // a lane the eight elements of a word.
-  __device__ __forceinline__ void put_queries() const {
+  __device__ __forceinline__ void put_queries(bool zeros) const {
     const int words = c_.p.index.row_bytes / 4, warps = static_cast<int>(blockDim.x / 32);
 #pragma unroll 1
     for (int query_head = c_.warp; query_head < c_.k.group; query_head += warps) {
       float values[8] = {};
-      if (c_.lane * 8 < c_.p.head_dim) {
-        const float4 weights[2] = {c_.shared.weights[c_.lane * 2], c_.shared.weights[c_.lane * 2 + 1]};
-        const uint4 raw = c_.shared.queries[query_head * c_.p.head_dim / 8 + c_.lane];
-        const float each[8] = {weights[0].x, weights[0].y, weights[0].z, weights[0].w,
-                               weights[1].x, weights[1].y, weights[1].z, weights[1].w};
+      if (c_.lane * 8 < c_.p.head_dim && !zeros) {
+        const uint4 raw = *reinterpret_cast<const uint4*>(
+            static_cast<const uint16_t*>(c_.p.query) + c_.sequence * c_.p.query_token_stride +
+            static_cast<int64_t>(c_.head * c_.k.group + query_head) * c_.p.query_head_stride + c_.lane * 8);
+        const float each[8] = {weights_[0].x, weights_[0].y, weights_[0].z, weights_[0].w,
+                               weights_[1].x, weights_[1].y, weights_[1].z, weights_[1].w};
 #pragma unroll
         for (int i = 0; i < 8; ++i)
           values[i] = each[i] * (c_.p.query_dtype == DType::kBFloat16
@@ -197,8 +193,8 @@ class Scorer {
       turn_eighths(values, c_.p.head_dim, c_.lane);
 #pragma unroll
       for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(values[i]));
-      most = warp_max(most);
-      squares = warp_sum(squares);
+      most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));  // not negative: ordered as their bits
+      squares = lanes_sum(squares, 1, 16);
       const float step = most / kQueryMost, inverse = most > 0.f ? kQueryMost / most : 0.f;
       uint32_t columns[2][2] = {};
       int sum = 0;
@@ -230,10 +226,20 @@ class Scorer {
     }
   }
 
-  const TilesContext& c_;
-  const int turns_;
+  const Context& c_;
+  const int octets_;
   const PageAt& page_at_;
-  const RowRing<kCentroids> rows_;
+  const RowRing<kCentroids, Context> rows_;
+  Entries entries_;
+  Part next_;
+  float4 weights_[2];
+  // Of the octet that was loaded last: of the lane's pair of centroids, as in Remainder, but in halves.
+  const uint8_t* record_;
+  PagePieces<kCentroids> pieces_;
+  struct {
+    uint2 affine;
+    uint32_t sizes, spreads;
+  } facts_;
 };
 
 }  // namespace bicl::sparse

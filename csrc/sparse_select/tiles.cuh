@@ -15,8 +15,11 @@ namespace bicl::sparse {
 
 template <int kCentroids, Work kWork, bool kPlain>
 class TilesCta {
+  using Shape = TilesShape<kCentroids, kWork>;
+  using Context = TilesContext<Shape>;
+
  public:
-  __device__ __forceinline__ TilesCta(const TilesKernelParams& k, char* shared) : c_(k, shared, kWork) {}
+  __device__ __forceinline__ TilesCta(const TilesKernelParams& k, char* shared) : c_(k, shared) {}
 
   __device__ __forceinline__ void run() {
     if (c_.p.pdl && kWork == Work::kScore) ptx::grid_launch_dependents();
@@ -44,22 +47,29 @@ class TilesCta {
     const int kept = min(max(row.count - skipped, max(p.rule.floor, p.rule.first + p.rule.recent)), p.rule.max_k);
     row.keep = share > 0.f ? min(kept, row.count) : row.count;
     row.need = row.keep - (row.count - (row.end - row.begin));
-    row.strata = max(1, (row.end - row.begin + kStratum - 1) / kStratum);
+    row.strata = max(1, (row.end - row.begin + Shape::kStratum - 1) / Shape::kStratum);
+    row.each = row.need / row.strata;
+    row.more = row.need % row.strata;
   }
 
   __device__ __forceinline__ void score_all() const {
-    const int base = kOctet * (c_.rank * c_.k.warps + c_.warp), step = kOctet * c_.splits() * c_.k.warps;
-    const auto page_at = [&](int turn, int place) {
-      const int page = base + turn * step + place;
+    const int base = kOctet * (c_.rank * Shape::kScorers + c_.warp), step = kOctet * c_.splits() * Shape::kScorers;
+    const auto page_at = [&](int octet, int place) {
+      const int page = base + octet * step + place;
       return page < c_.row.end ? page : -1;
     };
-    const Scorer<kCentroids, kPlain, decltype(page_at)> scorer(c_, max(0, c_.row.end - base + step - 1) / step, page_at);
-    scorer.run([] {},
-               [&](int, int query_head, int, int page, float score) {
-                 c_.p.scores[c_.row_offset() * c_.k.group + static_cast<int64_t>(query_head) * c_.p.max_pages + page] =
-                     score / kLog2e;
-               },
-               [](int) {});
+    const int octets = max(0, c_.row.end - base + step - 1) / step;
+    Scorer<kCentroids, kPlain, Context, decltype(page_at)> scorer(c_, octets, page_at);
+    scorer.begin();
+    scorer.load(0);
+    scorer.prepare(false);
+#pragma unroll 1
+    for (int octet = 0; octet < octets; scorer.refill(octet), scorer.load(++octet))
+      scorer.score(octet, [&](int query_head, int, int page, float score) {
+        if (query_head < c_.k.group && page >= 0)
+          c_.p.scores[c_.row_offset() * c_.k.group + static_cast<int64_t>(query_head) * c_.p.max_pages + page] =
+              score / kLog2e;
+      });
   }
 
   __device__ __forceinline__ void keep_all() const {
@@ -70,34 +80,86 @@ class TilesCta {
     put_length();
   }
 
+  // Code that runs once comes from far away, an instruction line at a time, and takes longer than what it does. So all is
+  // done once with no queries and for nothing, while the kernel ahead still makes them.
   __device__ __forceinline__ void choose() const {
     const TilesRow& row = c_.row;
-    const int turns = (row.strata - c_.rank + c_.splits() - 1) / c_.splits();
-    const Picker<kStratum, kPlain> picker(c_);
-    const int picking = c_.picker();
-    if (picking == 0) picker.clear_firsts();
-    const auto page_at = [&](int turn, int place) {
-      const int first = kOctet * turn + place;
+    const int picking = c_.picker(), turns = (row.strata - c_.rank + c_.splits() - 1) / c_.splits();
+    const auto page_at = [&](int octet, int place) {
+      const int first = kOctet * octet + place;
       if (picking >= 0) return first < row.begin ? first : -1;
-      return row.page(c_.rank + turn * c_.splits(), kOctet * c_.warp + place);
+      const int turn = octet / Shape::kTurnOctets, part = octet % Shape::kTurnOctets;
+      return row.page(c_.rank + turn * c_.splits(), kOctet * (c_.warp + Shape::kScorers * part) + place);
     };
-    const int octets = picking < 0 ? turns : picking == 0 ? (row.begin + kOctet - 1) / kOctet : 0;
-    const Scorer<kCentroids, kPlain, decltype(page_at)> scorer(c_, octets, page_at);
-    scorer.run([&] { if (c_.rank == 0) put_ends(); },
-               [&](int turn, int query_head, int place, int, float score) {
-                 c_.scores(picking < 0 ? turn : 0, query_head)[c_.warp * kOctet + place] = score;
-               },
-               [&](int turn) {
-                 if (picking < 0) __syncthreads();
-                 else picker.add_firsts(turn);
-               });
-    if (picking < 0) return;
+    const int octets = picking < 0 ? turns * Shape::kTurnOctets : picking == 0 ? (row.begin + kOctet - 1) / kOctet : 0;
+    Scorer<kCentroids, kPlain, Context, decltype(page_at)> scorer(c_, octets, page_at);
+    const Picker<Context> picker(c_);
+    init_barriers();  // prepare() has everybody see them
+    scorer.begin();
+    scorer.load(0);
+    const bool rehearses = static_cast<int>(blockIdx.x) < c_.k.rehearsing;
+    int number = 0;  // of the next buffer, counted from the rehearsal's
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      const auto candidate = picker.candidate(turn);
-      __syncthreads();
-      if (turn == turns - 1 && lets_attention_in()) ptx::grid_launch_dependents();
-      picker.pick(turn, candidate, [&](int number, int position, int32_t page) { put(number, position, page); });
+    for (int pass = rehearses ? 0 : 1; pass < 2; ++pass) {
+      const bool rehearsed = pass == 0;
+      scorer.prepare(rehearsed);
+      if (picking == 0) picker.clear_firsts();
+#pragma unroll 1
+      for (int octet = 0; octet < (rehearsed ? min(octets, 1) : octets); ++octet) {
+        const int part = octet % Shape::kTurnOctets;
+        if (picking < 0 && part == 0) ptx::mbarrier_wait(barrier(c_.shared.free, number), (number >> 1 & 1) ^ 1);
+        scorer.score(octet, [&](int query_head, int place, int page, float score) {
+          put_score(number, picking, c_.warp + Shape::kScorers * part, query_head, place, page < 0 ? -INFINITY : score);
+        });
+        if (picking < 0 && (rehearsed || part == Shape::kTurnOctets - 1)) arrive(c_.shared.full, number++);
+        if (rehearsed) break;
+        scorer.refill(octet);
+        scorer.load(octet + 1);
+      }
+      if (!rehearsed && c_.rank == 0) put_ends();
+      if (picking < 0) continue;
+      picker.wait_others();  // the first pages' sums are there
+#pragma unroll 1
+      for (int turn = 0; turn < (rehearsed ? 1 : turns); ++turn, ++number) {
+        const int stratum = c_.rank + turn * c_.splits();
+        const auto candidate = picker.candidate(stratum);
+        ptx::mbarrier_wait(barrier(c_.shared.full, number), number >> 1 & 1);
+        if (!rehearsed && turn == turns - 1 && lets_attention_in()) ptx::grid_launch_dependents();
+        const int before = row.begin + row.before(stratum);
+        picker.pick(number, candidate, rehearsed ? 0 : row.quota(stratum),
+                    [&](int own, int position, int32_t page) { put(before + own, position, page); });
+        arrive(c_.shared.free, number);
+      }
+    }
+  }
+
+  __device__ __forceinline__ static uint32_t barrier(uint64_t* of, int number) {
+    return ptx::smem_address(of + (number & 1));
+  }
+  // One arrival a warp.
+  __device__ __forceinline__ void arrive(uint64_t* of, int number) const {
+    __syncwarp();
+    if (c_.lane == 0) ptx::mbarrier_arrive(barrier(of, number));
+  }
+  __device__ __forceinline__ void init_barriers() const {
+    if (threadIdx.x >= 2) return;
+    ptx::mbarrier_init(barrier(c_.shared.full, threadIdx.x), Shape::kScorers);
+    ptx::mbarrier_init(barrier(c_.shared.free, threadIdx.x), Shape::kPickers);
+  }
+
+  // An octet's scores of four heads, and their sums as logarithms. Of the first pages these are all that is needed.
+  __device__ __forceinline__ void put_score(int buffer, int picking, int octet, int query_head, int place,
+                                            float score) const {
+    const float most = fmaxf(lanes_max(score, 4, 16), kLeast);
+    const float sum = most + __log2f(lanes_sum(ptx::exp2_approx(score - most), 4, 16));
+    if (query_head >= c_.k.group) return;
+    if (picking < 0) {
+      c_.scores(buffer, query_head)[kOctet * octet + place] = score;
+      if (place == 0) c_.sums(buffer, query_head)[octet] = sum;
+    } else if (place == 0) {
+      float& firsts = c_.shared.firsts[query_head];
+      const float high = fmaxf(fmaxf(firsts, sum), kLeast);
+      firsts = high + __log2f(ptx::exp2_approx(firsts - high) + ptx::exp2_approx(sum - high));
     }
   }
 
@@ -120,12 +182,9 @@ class TilesCta {
 
   // While the last CTAs still run, and not sooner: what came early would sit where few CTAs fit, and stay there. As it is
   // a GPC with few SMs has no room left for one of attention's clusters of 8. Where those of a lone request then lie 5 and
-  // 3 on the halves of the card they read at 5/6 of its speed: if they read for long they come when all have ended, 1 us
-  // later.
+  // 3 on the halves of the card they read at 5/6 of its speed: they come when all have ended.
   __device__ __forceinline__ bool lets_attention_in() const {
-    const int pairs = c_.p.sequences.batch * c_.p.num_kv_heads;
-    const bool leaves_sms_idle = 2 * kAttentionCluster * pairs <= c_.p.num_sms;
-    return c_.p.pdl && (!leaves_sms_idle || pairs * (c_.row.keep << c_.k.page_log2) <= kMostEarlyTokens);
+    return c_.p.pdl && 2 * kAttentionCluster * c_.p.sequences.batch * c_.p.num_kv_heads > c_.p.num_sms;
   }
 
   // Every head of a sequence keeps as many pages, the last one always.
@@ -134,21 +193,13 @@ class TilesCta {
       c_.p.selected_seqlens[c_.sequence] = c_.row.length - (c_.row.count - c_.row.keep) * c_.p.page_size;
   }
 
-  static constexpr int kStratum = stratum_pages(kCentroids);
   static constexpr int kAttentionCluster = 8;
-  static constexpr int kMostEarlyTokens = 1 << 17;  // of a KV head each
 
-  TilesContext c_;
+  Context c_;
 };
 
-constexpr int tiles_warps(int centroids, Work work) {
-  const int stratum = stratum_pages(centroids);
-  return work == Work::kScore ? kScoringWarps : stratum / kOctet + stratum / 32;
-}
-
-// Where it chooses, 16 warps that score an SM.
 template <int kCentroids, Work kWork, bool kPlain>
-__global__ void __launch_bounds__(32 * tiles_warps(kCentroids, kWork), kWork == Work::kScore ? 1 : kCentroids / 4)
+__global__ void __launch_bounds__(TilesShape<kCentroids, kWork>::kThreads, kWork == Work::kScore ? 1 : 2)
     tiles_kernel(const __grid_constant__ TilesKernelParams params) {
   extern __shared__ __align__(16) char shared[];
   TilesCta<kCentroids, kWork, kPlain>(params, shared).run();

@@ -16,19 +16,28 @@ constexpr float kLeast = -1e30f;  // below any score; finite, so that difference
 // A warp scores eight pages at a time.
 constexpr int kOctet = 8;
 constexpr int kMaxStages = 4;
-constexpr int kScoringWarps = 16;  // of a CTA that scores alone
 
-// Pages that compete with each other, in whose index a page has so many centroids.
-constexpr int stratum_pages(int centroids) { return kStratumTokens / (centroids * kCentroidTokens); }
+// A CTA's warps, and pages that compete with each other, in whose index a page has so many centroids. Where pages are
+// chosen eight warps score a stratum, and one for each 32 of its pages picks.
+template <int kCentroids, Work kWork>
+struct TilesShape {
+  static constexpr bool kChooses = kWork == Work::kChoose;
+  static constexpr int kStratum = kStratumTokens / (kCentroids * kCentroidTokens);
+  static constexpr int kScorers = kChooses ? 8 : 16;
+  static constexpr int kPickers = kChooses ? kStratum / 32 : 0;
+  static constexpr int kThreads = 32 * (kScorers + kPickers);
+  static constexpr int kTurnOctets = kStratum / (kScorers * kOctet);  // of a warp, in a stratum
+};
 
-__device__ __forceinline__ float warp_max(float value) {
+// Over the lanes that differ in bits from `least` up to `most`.
+__device__ __forceinline__ float lanes_max(float value, int least, int most) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, step));
+  for (int step = least; step <= most; step *= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, step));
   return value;
 }
-__device__ __forceinline__ float warp_sum(float value) {
+__device__ __forceinline__ float lanes_sum(float value, int least, int most) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  for (int step = least; step <= most; step *= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
 }
 
@@ -39,54 +48,51 @@ struct TilesKernelParams {
   int group;       // query heads of one KV head
   int blocks;      // of 4 query heads
   int steps;       // of 4 pieces, in a row of the index
-  int warps;       // of a CTA that score; where it chooses more of them pick
   int page_log2;   // of tokens a page
+  int rehearsing;  // CTAs that do all once before the queries are there
   int stages_log2; // of a warp's ring of octets; -1: the card has no copy engine
   int page_stride; // of a page in the ring
   TilesParams p;
 
-  // Of a head's scores of a stratum in shared memory, and of the sequence's first pages: four heads' octets lie in all
-  // banks.
-  __host__ __device__ int row_stride() const { return (warps + 1) * kOctet; }
   // Of a warp's ring.
   __host__ __device__ int ring_bytes() const { return stages_log2 < 0 ? 0 : page_stride * kOctet << stages_log2; }
 };
 
+// Shared memory. Of scores and keys there are two buffers, for strata in turns.
+template <typename Shape>
 struct TilesShared {
-  char* ring;          // [warp][stage][kOctet][page_stride], rows of the index
-  uint64_t* barriers;  // [warp][kMaxStages]
-  uint4* vectors;      // [blocks][steps][2][lane], the queries
-  uint4* queries;      // [group][head_dim] as they come
-  float4* weights;     // [head_dim]
-  float4* scales;      // [4 blocks], of the queries' products; sum of their elements; half their squared length; nothing
-  uint4* keys;         // [stratum] of four bytes
-  float* scores;       // [2][group][row_stride]: of this turn and of the last
-  float* firsts;       // [group]: logarithms of the sums over the first pages
+  static constexpr int kOctets = Shape::kStratum / kOctet;
+  static constexpr int kScoreStride = Shape::kStratum + 8;  // four heads' octets lie in all banks
+  static constexpr int kRings = Shape::kScorers + (Shape::kChooses ? 1 : 0);  // one for the sequence's first pages
 
-  // A warp scores an octet, and picks among 32.
-  __host__ __device__ static int all_warps(const TilesKernelParams& k, Work work) {
-    return k.warps + (work == Work::kChoose ? k.warps * kOctet / 32 : 0);
-  }
-  // With a ring: those that score, and the first that picks, for the sequence's first pages.
-  __host__ __device__ static int rings(const TilesKernelParams& k, Work work) {
-    return k.warps + (work == Work::kChoose ? 1 : 0);
-  }
-  static int bytes(const TilesKernelParams& k, Work work) {
-    int bytes = rings(k, work) * k.ring_bytes() + all_warps(k, work) * kMaxStages * 8 +
-                (k.blocks * k.steps * 64 + k.group * k.p.head_dim / 8 + k.p.head_dim / 4 + 4 * k.blocks) * 16;
-    if (work == Work::kChoose) bytes += k.warps * kOctet * 4 + k.group * (2 * k.row_stride() + 1) * 4;
+  char* ring;          // [kRings][stage][kOctet][page_stride], rows of the index
+  uint64_t* barriers;  // [warp][kMaxStages], of the rings
+  uint64_t* full;      // [2]: a buffer's scores are there
+  uint64_t* free;      // [2]: they have been read
+  uint4* vectors;      // [blocks][steps][2][lane], the queries
+  float4* scales;      // [4 blocks], of the queries' products; sum of their elements; half their squared length; nothing
+  uint4* all_keys;     // [2][stratum] of four bytes
+  float* scores;       // [2][group][kScoreStride]
+  float* sums;         // [2][group][kOctets]: of each octet, as a logarithm
+  float* firsts;       // [group]: the same of the first pages
+
+  static int bytes(const TilesKernelParams& k) {
+    int bytes = kRings * k.ring_bytes() + Shape::kThreads / 32 * kMaxStages * 8 + 4 * 8 +
+                (k.blocks * k.steps * 64 + 4 * k.blocks) * 16;
+    if (Shape::kChooses) bytes += 2 * Shape::kStratum * 4 + k.group * (2 * (kScoreStride + kOctets) + 1) * 4;
     return bytes;
   }
-  __device__ __forceinline__ TilesShared(char* base, const TilesKernelParams& k, Work work) {
+  __device__ __forceinline__ TilesShared(char* base, const TilesKernelParams& k) {
     ring = base;
-    barriers = reinterpret_cast<uint64_t*>(ring + rings(k, work) * k.ring_bytes());
-    vectors = reinterpret_cast<uint4*>(barriers + all_warps(k, work) * kMaxStages);
-    queries = vectors + k.blocks * k.steps * 64;
-    weights = reinterpret_cast<float4*>(queries + k.group * k.p.head_dim / 8);
-    scales = weights + k.p.head_dim / 4;
-    keys = reinterpret_cast<uint4*>(scales + 4 * k.blocks);
-    scores = reinterpret_cast<float*>(keys + k.warps * kOctet / 4);
-    firsts = scores + 2 * k.group * k.row_stride();
+    barriers = reinterpret_cast<uint64_t*>(ring + kRings * k.ring_bytes());
+    full = barriers + Shape::kThreads / 32 * kMaxStages;
+    free = full + 2;
+    vectors = reinterpret_cast<uint4*>(free + 2);
+    scales = reinterpret_cast<float4*>(vectors + k.blocks * k.steps * 64);
+    all_keys = reinterpret_cast<uint4*>(scales + 4 * k.blocks);
+    scores = reinterpret_cast<float*>(all_keys + 2 * Shape::kStratum / 4);
+    sums = scores + 2 * k.group * kScoreStride;
+    firsts = sums + 2 * k.group * kOctets;
   }
 };
 
@@ -97,6 +103,7 @@ struct TilesRow {
   int keep = 0, need = 0;
   int begin = 0, end = 0;  // the pages that compete; those from `end` on have no index yet, or one just being written
   int strata = 1;
+  int each = 0, more = 0;  // pages that every stratum takes, and how many strata take one more
 
   // A stratum has one page of every `strata` in a row, not always the same one, since texts repeat at equal distances.
   // Where its page `place` stands; -1: it has fewer.
@@ -110,30 +117,25 @@ struct TilesRow {
     return first + offset < end ? first + offset : -1;
   }
 
-  // Pages of a stratum, those that it takes, and how many those before it take.
-  __device__ __forceinline__ int size(int stratum) const {
-    const int pages = end - begin;
-    return pages / strata + (stratum < pages % strata ? 1 : 0);
-  }
-  __device__ __forceinline__ int quota(int stratum) const {
-    return need / strata + (stratum < need % strata ? 1 : 0);
-  }
-  __device__ __forceinline__ int before(int stratum) const {
-    return stratum * (need / strata) + min(stratum, need % strata);
-  }
+  // Pages that a stratum takes, and how many those before it take.
+  __device__ __forceinline__ int quota(int stratum) const { return each + (stratum < more ? 1 : 0); }
+  __device__ __forceinline__ int before(int stratum) const { return stratum * each + min(stratum, more); }
 };
 
+template <typename Shape_>
 struct TilesContext {
+  using Shape = Shape_;
+
   const TilesKernelParams& k;
   const TilesParams& p;
-  const TilesShared shared;
+  const TilesShared<Shape> shared;
   const int warp, lane;
   int sequence, head;
   int rank;  // among the CTAs of the row
   TilesRow row;
 
-  __device__ __forceinline__ TilesContext(const TilesKernelParams& k, char* base, Work work)
-      : k(k), p(k.p), shared(base, k, work), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
+  __device__ __forceinline__ TilesContext(const TilesKernelParams& k, char* base)
+      : k(k), p(k.p), shared(base, k), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
     uint32_t own_head, own_rank;
     const uint32_t pair = k.splits.divide(blockIdx.x, own_rank);
     sequence = k.heads.divide(pair, own_head);
@@ -142,7 +144,7 @@ struct TilesContext {
   }
 
   // Which of the warps that pick it is; negative: one that scores.
-  __device__ __forceinline__ int picker() const { return warp - k.warps; }
+  __device__ __forceinline__ int picker() const { return warp - Shape::kScorers; }
   __device__ __forceinline__ int splits() const { return static_cast<int>(k.splits.divisor); }
   __device__ __forceinline__ const int32_t* table() const {
     return p.sequences.page_table + sequence * p.sequences.page_table_stride;
@@ -151,9 +153,16 @@ struct TilesContext {
   __device__ __forceinline__ int64_t row_offset() const {
     return (static_cast<int64_t>(sequence) * p.num_kv_heads + head) * p.max_pages;
   }
-  // A query head's scores of a turn's stratum; the first pages' stand behind it, of turn 0.
-  __device__ __forceinline__ float* scores(int turn, int query_head) const {
-    return shared.scores + ((turn & 1) * k.group + query_head) * k.row_stride();
+  // A stratum's keys, in the buffer of an odd or an even number.
+  __device__ __forceinline__ uint4* keys(int number) const {
+    return shared.all_keys + (number & 1) * (Shape::kStratum / 4);
+  }
+  // A query head's scores of a stratum, in such a buffer, and the sums of its octets.
+  __device__ __forceinline__ float* scores(int number, int query_head) const {
+    return shared.scores + ((number & 1) * k.group + query_head) * shared.kScoreStride;
+  }
+  __device__ __forceinline__ float* sums(int number, int query_head) const {
+    return shared.sums + ((number & 1) * k.group + query_head) * shared.kOctets;
   }
 };
 
