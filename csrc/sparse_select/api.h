@@ -86,18 +86,65 @@ inline bool rotate_store_and_index_api(TensorView query, TensorView key, TensorV
   return true;
 }
 
-inline void set_sequences(TilesParams& p, const TensorView& page_table, const TensorView& cache_seqlens,
-                          int64_t num_kv_heads, int64_t page_size, int64_t first, int64_t recent, int device) {
-  p.sequences = sequences_of(page_table, cache_seqlens, device);
-  p.max_pages = static_cast<int>(page_table.size(1));
-  BICL_CHECK(p.max_pages < 65536) << "page_table is " << p.max_pages << " pages wide; 65535 are the most";
-  BICL_CHECK(page_size == 32 || page_size == 64) << "page_size is " << page_size << "; 32 or 64 is needed";
+inline void check_centroids(const PageIndex& index, int64_t page_size) {
+  BICL_CHECK(index.centroids * kCentroidTokens == page_size)
+      << "records have " << index.centroids << " centroids a page, of " << page_size << " tokens; "
+      << page_size / kCentroidTokens << " are needed";
+}
+
+// weights float32 [1, head_dim].
+inline const float* weights_of(const TensorView& weights, int64_t head_dim, int device) {
+  check_cuda(weights, "weights", device);
+  check_shape(weights, "weights", {1, head_dim});
+  check_contiguous(weights, "weights");
+  BICL_CHECK(dtype_of(weights, "weights") == DType::kFloat32) << "weights must be float32";
+  BICL_CHECK(reinterpret_cast<uintptr_t>(weights.data_ptr()) % 16 == 0) << "weights must be 16-byte aligned";
+  return static_cast<const float*>(weights.data_ptr());
+}
+
+// sparsity float32 [batch].
+inline const float* sparsity_of(const TensorView& sparsity, int batch, int device) {
+  check_cuda(sparsity, "sparsity", device);
+  check_shape(sparsity, "sparsity", {batch});
+  check_contiguous(sparsity, "sparsity");
+  BICL_CHECK(dtype_of(sparsity, "sparsity") == DType::kFloat32) << "sparsity must be float32";
+  return static_cast<const float*>(sparsity.data_ptr());
+}
+
+inline float share_of(double share) {
+  BICL_CHECK(share >= 0 && share < 1e30) << "share is " << share << "; a finite number of at least 0 is needed";
+  return static_cast<float>(share);
+}
+
+inline SelectionRule rule_of(int64_t max_k, int64_t first, int64_t recent, int64_t floor, int64_t stratum,
+                             int64_t page_size) {
   BICL_CHECK(first >= 0 && recent >= 1) << "first is " << first << " and recent " << recent
                                         << "; the last page is always kept";
+  BICL_CHECK(max_k >= first + recent)
+      << "max_k is " << max_k << "; the first and recent pages alone are " << first + recent;
+  BICL_CHECK(stratum * page_size == kStratumTokens)
+      << "stratum is " << stratum << " pages of " << page_size << "; " << kStratumTokens / page_size
+      << " compete with each other here";
+  return {static_cast<int>(max_k), static_cast<int>(first), static_cast<int>(recent), static_cast<int>(floor)};
+}
+
+inline Combine combine_of(int64_t combine) {
+  BICL_CHECK(combine >= 0 && combine <= 2) << "combine is " << combine << "; 0 (max), 1 (sum) or 2 (softmax) is needed";
+  return static_cast<Combine>(combine);
+}
+
+inline int max_pages_of(const TensorView& page_table) {
+  BICL_CHECK(page_table.size(1) < 65536) << "page_table is " << page_table.size(1) << " pages wide; 65535 are the most";
+  return static_cast<int>(page_table.size(1));
+}
+
+inline void set_sequences(TilesParams& p, const TensorView& page_table, const TensorView& cache_seqlens,
+                          int64_t num_kv_heads, int64_t page_size, int device) {
+  p.sequences = sequences_of(page_table, cache_seqlens, device);
+  p.max_pages = max_pages_of(page_table);
+  BICL_CHECK(page_size == 32 || page_size == 64) << "page_size is " << page_size << "; 32 or 64 is needed";
   p.page_size = static_cast<int>(page_size);
   p.num_kv_heads = static_cast<int>(num_kv_heads);
-  p.rule.first = static_cast<int>(first);
-  p.rule.recent = static_cast<int>(recent);
   p.num_sms = device_info(device).num_sms;
 }
 
@@ -111,15 +158,8 @@ inline void set_query(TilesParams& p, const TensorView& query, const TensorView&
       << "query must be float16 or bfloat16";
   p.head_dim = static_cast<int>(query.size(2));
   p.index = index_of(records, p.num_kv_heads, p.head_dim, device);
-  BICL_CHECK(p.index.centroids * kCentroidTokens == p.page_size)
-      << "records have " << p.index.centroids << " centroids a page, of " << p.page_size << " tokens; "
-      << p.page_size / kCentroidTokens << " are needed";
-  check_cuda(weights, "weights", device);
-  check_shape(weights, "weights", {1, p.head_dim});
-  check_contiguous(weights, "weights");
-  BICL_CHECK(dtype_of(weights, "weights") == DType::kFloat32) << "weights must be float32";
-  BICL_CHECK(reinterpret_cast<uintptr_t>(weights.data_ptr()) % 16 == 0) << "weights must be 16-byte aligned";
-  p.weights = static_cast<const float*>(weights.data_ptr());
+  check_centroids(p.index, p.page_size);
+  p.weights = weights_of(weights, p.head_dim, device);
   p.num_q_heads = static_cast<int>(query.size(1));
   BICL_CHECK(p.num_q_heads > 0 && p.num_q_heads % p.num_kv_heads == 0)
       << p.num_q_heads << " query heads do not divide among " << p.num_kv_heads << " KV heads";
@@ -133,11 +173,6 @@ inline void set_query(TilesParams& p, const TensorView& query, const TensorView&
       << "query rows must be 16-byte aligned";
 }
 
-inline Combine combine_of(int64_t combine) {
-  BICL_CHECK(combine >= 0 && combine <= 2) << "combine is " << combine << "; 0 (max), 1 (sum) or 2 (softmax) is needed";
-  return static_cast<Combine>(combine);
-}
-
 inline float* scores_of(const TilesParams& p, const TensorView& scores, int device) {
   check_cuda(scores, "scores", device);
   check_shape(scores, "scores", {p.sequences.batch, p.num_q_heads, p.max_pages});
@@ -147,8 +182,7 @@ inline float* scores_of(const TilesParams& p, const TensorView& scores, int devi
 }
 
 inline void set_selection(TilesParams& p, const TensorView& selected, const TensorView& selected_seqlens,
-                          const Optional<TensorView>& positions, const TensorView& sparsity, double share,
-                          int64_t max_k, int64_t floor, int64_t stratum, int device) {
+                          const Optional<TensorView>& positions, int device) {
   const auto table = [&](const TensorView& t, const char* name) {
     check_cuda(t, name, device);
     check_int(t, name, 32);
@@ -163,20 +197,6 @@ inline void set_selection(TilesParams& p, const TensorView& selected, const Tens
   check_shape(selected_seqlens, "selected_seqlens", {p.sequences.batch});
   check_contiguous(selected_seqlens, "selected_seqlens");
   p.selected_seqlens = static_cast<int32_t*>(selected_seqlens.data_ptr());
-  check_cuda(sparsity, "sparsity", device);
-  check_shape(sparsity, "sparsity", {p.sequences.batch});
-  check_contiguous(sparsity, "sparsity");
-  BICL_CHECK(dtype_of(sparsity, "sparsity") == DType::kFloat32) << "sparsity must be float32";
-  p.sparsity = static_cast<const float*>(sparsity.data_ptr());
-  BICL_CHECK(share >= 0 && share < 1e30) << "share is " << share << "; a finite number of at least 0 is needed";
-  p.share = static_cast<float>(share);
-  BICL_CHECK(max_k >= p.rule.first + p.rule.recent)
-      << "max_k is " << max_k << "; the first and recent pages alone are " << p.rule.first + p.rule.recent;
-  p.rule.max_k = static_cast<int>(max_k);
-  p.rule.floor = static_cast<int>(floor);
-  BICL_CHECK(stratum * p.page_size == kStratumTokens)
-      << "stratum is " << stratum << " pages of " << p.page_size << "; " << kStratumTokens / p.page_size
-      << " compete with each other here";
 }
 
 // scores float32 [B, num_q_heads, max_pages]: what stands at a sequence's last page, or past it, means nothing.
@@ -185,7 +205,8 @@ inline void score_tiles_api(TensorView scores, TensorView query, TensorView reco
                             double scale, bool pdl) {
   TilesParams p = {};
   const int device = records.device().device_id;
-  set_sequences(p, page_table, cache_seqlens, num_kv_heads, page_size, 0, 1, device);
+  set_sequences(p, page_table, cache_seqlens, num_kv_heads, page_size, device);
+  p.rule.recent = 1;
   set_query(p, query, records, weights, scale, device);
   p.scores = scores_of(p, scores, device);
   p.pdl = pdl;
@@ -205,9 +226,12 @@ inline void choose_tiles_api(TensorView selected, TensorView selected_seqlens, O
   TilesParams p = {};
   const int device = records.device().device_id;
   BICL_CHECK(selected.ndim() == 3) << "selected must have shape [B, H, max_pages]";
-  set_sequences(p, page_table, cache_seqlens, selected.size(1), page_size, first, recent, device);
+  set_sequences(p, page_table, cache_seqlens, selected.size(1), page_size, device);
   set_query(p, query, records, weights, scale, device);
-  set_selection(p, selected, selected_seqlens, positions, sparsity, share, max_k, floor, stratum, device);
+  set_selection(p, selected, selected_seqlens, positions, device);
+  p.sparsity = sparsity_of(sparsity, p.sequences.batch, device);
+  p.share = share_of(share);
+  p.rule = rule_of(max_k, first, recent, floor, stratum, page_size);
   p.combine = combine_of(combine);
   p.pdl = pdl > 0;
   p.late_input = pdl > 1;
