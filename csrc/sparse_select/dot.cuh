@@ -10,10 +10,10 @@
 
 #include "../common/numeric.cuh"
 #include "../common/ptx.cuh"
+#include "tiles_cta.cuh"
 
 namespace bicl::sparse {
 
-constexpr int kPieceBytes = 16;  // of a row: 32 elements
 constexpr int kQueryStep = 128;  // of a query's first column
 constexpr int kQueryMost = 127 * kQueryStep / 17;  // 16 q - q of another dim must fit
 

@@ -39,11 +39,7 @@ void run(const TilesParams& p, int device, cudaStream_t stream) {
   TilesKernelParams k;
   k.p = p;
   k.p.pdl = p.pdl && info.major >= 9;
-  k.group = p.num_q_heads / p.num_kv_heads;
-  k.blocks = divide_up(k.group, 4);
-  k.steps = divide_up(p.index.row_bytes, 4 * kPieceBytes);
-  k.heads = FastDiv(p.num_kv_heads);
-  k.page_log2 = p.page_size == 64 ? 6 : 5;
+  set_shape(k);
   const bool plain = k.blocks == 1 && k.steps == 1;
   const KernelRef kernel = plain ? kernel_ref<tiles_kernel<kCentroids, kWork, true>>()
                                  : kernel_ref<tiles_kernel<kCentroids, kWork, false>>();
@@ -52,9 +48,6 @@ void run(const TilesParams& p, int device, cudaStream_t stream) {
   config.stream = stream;
   config.block = dim3(Shape::kThreads);
   const int pairs = p.sequences.batch * p.num_kv_heads;
-  // Four pages of the ring lie in all banks.
-  const int chunks = p.index.centroids * p.index.row_bytes / kPieceBytes;
-  k.page_stride = (chunks + (12 - chunks % 8) % 8) * kPieceBytes;
   // CTAs that run at once with a ring of so many stages, or of as many as fit.
   const auto resident = [&](int stages_log2) {
     k.stages_log2 = info.major < 9 ? -1 : stages_log2;
@@ -76,7 +69,6 @@ void run(const TilesParams& p, int device, cudaStream_t stream) {
     }
   }
   splits = std::max(1, splits);
-  k.rehearsing = k.p.pdl && !p.late_input ? ctas : 0;
   if (ctas == 0)
     throw std::runtime_error("sparse_select: " + std::to_string(k.group) + " query heads a KV head of head_dim " +
                              std::to_string(p.head_dim) + " need " + std::to_string(config.shared_bytes) +

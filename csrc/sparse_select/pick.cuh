@@ -20,6 +20,22 @@ class Picker {
  public:
   __device__ __forceinline__ explicit Picker(const Context& c) : c_(c) {}
 
+  // An octet's scores of four heads, and their sums as logarithms; a lane has the head query_head and page `place`, whose
+  // score is -inf where there is none.
+  __device__ __forceinline__ void put(int buffer, int octet, int query_head, int place, float score) const {
+    const float sum = octet_sum(score);
+    if (query_head >= c_.k.group) return;
+    c_.scores(buffer, query_head)[kOctet * octet + place] = score;
+    if (place == 0) c_.sums(buffer, query_head)[octet] = sum;
+  }
+  // The same of first pages, of which the sums are all that is needed.
+  __device__ __forceinline__ void put_firsts(int query_head, int place, float score) const {
+    const float sum = octet_sum(score);
+    if (query_head >= c_.k.group || place > 0) return;
+    float& firsts = c_.shared.firsts[query_head];
+    const float most = fmaxf(fmaxf(firsts, sum), kLeast);
+    firsts = most + __log2f(ptx::exp2_approx(firsts - most) + ptx::exp2_approx(sum - most));
+  }
   __device__ __forceinline__ void clear_firsts() const {
 #pragma unroll 1
     for (int head = c_.lane; head < c_.k.group; head += 32) c_.shared.firsts[head] = -INFINITY;
@@ -47,7 +63,7 @@ class Picker {
     wait_others();
     int rank = 0;
 #pragma unroll 1
-    for (int warp = 0; warp < Shape::kPickers; ++warp) {
+    for (int warp = 0; warp < Shape::kStratum / 32; ++warp) {
       // Of equal ones the earlier comes first. Without a branch: lanes would take it apart.
       const int before = warp < c_.picker() ? 32 : warp > c_.picker() ? 0 : c_.lane;
 #pragma unroll
@@ -62,9 +78,17 @@ class Picker {
   }
 
   // The warps that pick, for each other.
-  __device__ __forceinline__ void wait_others() const { ptx::named_barrier(1, 32 * Shape::kPickers); }
+  __device__ __forceinline__ void wait_others() const {
+    if constexpr (Shape::kFirstPicker > 0) ptx::named_barrier(1, Shape::kStratum);
+    else c_.sync();
+  }
 
  private:
+  static __device__ __forceinline__ float octet_sum(float score) {
+    const float most = fmaxf(lanes_max(score, 4, 16), kLeast);
+    return most + __log2f(lanes_sum(ptx::exp2_approx(score - most), 4, 16));
+  }
+
   // Of the heads: their greatest score, their sum, or the sum of their softmaxes over the stratum and the first pages, so
   // that a head that looks at little else has little to say.
   __device__ __forceinline__ float agreed(int buffer, int place) const {

@@ -9,12 +9,14 @@ namespace bicl::sparse {
 
 template <int kCentroids, typename Context>
 class RowRing {
+  using Shape = typename Context::Shape;
+
  public:
   __device__ __forceinline__ explicit RowRing(const Context& c)
-      : c_(c), bytes_(kCentroids * c.p.index.row_bytes), ring_(c.shared.ring + c.warp * c.k.ring_bytes()) {}
+      : c_(c), bytes_(kCentroids * c.p.index.row_bytes), ring_(c.shared.ring + c.warp * c.k.template ring_bytes<Shape>()) {}
 
 #if __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ int ahead() const { return 1 << c_.k.stages_log2; }
+  __device__ __forceinline__ int ahead() const { return Shape::kDepth > 0 ? Shape::kDepth : 1 << c_.k.stages_log2; }
 
   __device__ __forceinline__ void start() const {
     if (c_.lane < ahead()) {
@@ -37,7 +39,8 @@ class RowRing {
   }
 
   __device__ __forceinline__ void wait(int turn) const {
-    ptx::mbarrier_wait(barrier(turn), turn >> c_.k.stages_log2 & 1);
+    const int round = Shape::kDepth > 0 ? turn / max(Shape::kDepth, 1) : turn >> c_.k.stages_log2;
+    ptx::mbarrier_wait(barrier(turn), round & 1);
   }
 
   // Of page lane / 4. What belongs to no page means nothing.
@@ -46,7 +49,9 @@ class RowRing {
   }
 
  private:
-  __device__ __forceinline__ int stage(int turn) const { return turn & (ahead() - 1); }
+  __device__ __forceinline__ int stage(int turn) const {
+    return Shape::kDepth > 0 ? turn % max(Shape::kDepth, 1) : turn & (ahead() - 1);
+  }
   __device__ __forceinline__ char* page(int turn, int place) const {
     return ring_ + (stage(turn) * kOctet + place) * c_.k.page_stride;
   }

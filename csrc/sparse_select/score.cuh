@@ -20,13 +20,16 @@ struct Remainder {
 template <int kCentroids, bool kPlain, typename Context, typename PageAt>
 class Scorer {
  public:
-  __device__ __forceinline__ Scorer(const Context& c, int octets, const PageAt& page_at)
-      : c_(c), octets_(octets), page_at_(page_at), rows_(c) {}
+  // before: octets that the warp's ring has seen.
+  __device__ __forceinline__ Scorer(const Context& c, int octets, const PageAt& page_at, int before = 0)
+      : c_(c), octets_(octets), before_(before), page_at_(page_at), rows_(c) {}
 
-  // All warps of the CTA call begin() and load(0), then prepare() as often as they like; score() is of what was loaded
-  // last. All that needs no query is done ahead of it: a warp alone takes long for few instructions.
+  // Once, before anything is scored; prepare() has everybody see it.
+  static __device__ __forceinline__ void start(const Context& c) { RowRing<kCentroids, Context>(c).start(); }
+
+  // All warps call begin() and load(0), then prepare(); score() is of what was loaded last. All that needs no query is done
+  // ahead of it: a warp alone takes long for few instructions.
   __device__ __forceinline__ void begin() {
-    rows_.start();
     const auto* weights = reinterpret_cast<const float4*>(c_.p.weights) + 2 * c_.lane;
     if (c_.lane * 8 < c_.p.head_dim) weights_[0] = __ldg(weights), weights_[1] = __ldg(weights + 1);
     entries_ = {entry_at(0), entry_at(kEntryOctets), 0};
@@ -44,19 +47,19 @@ class Scorer {
               halves_of(__log2f(static_cast<float>(part.remainder.facts & 0xff)),
                         __log2f(static_cast<float>(part.remainder.facts >> 16 & 0xff))),
               part.remainder.facts & 0xff00ff00u};  // an e5m2 is the upper byte of a half
-    rows_.wait(octet);
-    if (steps() == 1) rows_.load(pieces_, octet, 0, record_);
+    rows_.wait(before_ + octet);
+    if (steps() == 1) rows_.load(pieces_, before_ + octet, 0, record_);
   }
   // Asks for the rows to come, when an octet has been scored.
   __device__ __forceinline__ void refill(int octet) const {
 #pragma unroll 1
     for (int next = octet == 0 ? 1 : octet + rows_.ahead(); next <= octet + rows_.ahead(); ++next) ask(next);
   }
-  // The queries, for all to multiply with: zeros for a rehearsal, else those that the kernel ahead makes.
-  __device__ __forceinline__ void prepare(bool rehearsed) {
-    if (c_.p.pdl && !rehearsed) ptx::grid_dependency_wait();
-    put_queries(rehearsed);
-    __syncthreads();
+  // The queries, which the kernel ahead makes, for all to multiply with.
+  __device__ __forceinline__ void prepare() {
+    if (c_.p.pdl) ptx::grid_dependency_wait();
+    put_queries();
+    c_.sync();
   }
   // put(query head, place, page or -1, score in bits) by all lanes.
   template <typename Put>
@@ -66,7 +69,7 @@ class Scorer {
       int acc[kCentroids / 2][4] = {};
 #pragma unroll 1
       for (int step = 0; step < steps(); ++step) {
-        if (steps() > 1) rows_.load(pieces_, octet, step, record_);
+        if (steps() > 1) rows_.load(pieces_, before_ + octet, step, record_);
         multiply(acc, pieces_, c_.shared.vectors + (block * steps() + step) * 64, c_.lane);
       }
       const int query_head = block * 4 + c_.lane % 4, place = c_.lane / 4;
@@ -78,7 +81,9 @@ class Scorer {
   static constexpr int kEntryOctets = 32 / kOctet;  // whose entries a warp reads at once
 
   __device__ __forceinline__ int blocks() const { return kPlain ? 1 : c_.k.blocks; }
-  __device__ __forceinline__ int steps() const { return kPlain ? 1 : c_.k.steps; }
+  __device__ __forceinline__ int steps() const {
+    return kPlain || Context::Shape::kOneStep ? 1 : c_.k.steps;
+  }
 
   // Of the page table: of the kEntryOctets octets that are under way and of those behind them; -1 where there is nothing to
   // score.
@@ -107,7 +112,7 @@ class Scorer {
   __device__ __forceinline__ void ask(int octet) const {
     if (octet >= octets_) return;
     const int32_t id = id_of(octet, c_.lane % kOctet);
-    rows_.ask(octet, id);
+    rows_.ask(before_ + octet, id);
     // The rest follows an octet ahead, which is less than memory takes.
     if (c_.lane < 2 * kOctet && id >= 0)
       ptx::prefetch(c_.lane < kOctet ? affine_of(record_of(id)) : facts_of(record_of(id)));
@@ -170,12 +175,12 @@ class Scorer {
 
   // The queries of the group, weighted and turned, as integers of 15 bits in two columns, for multiply(). A warp a head,
   // a lane the eight elements of a word.
-  __device__ __forceinline__ void put_queries(bool zeros) const {
-    const int words = c_.p.index.row_bytes / 4, warps = static_cast<int>(blockDim.x / 32);
+  __device__ __forceinline__ void put_queries() const {
+    const int words = c_.p.index.row_bytes / 4, warps = Context::Shape::kThreads / 32;
 #pragma unroll 1
     for (int query_head = c_.warp; query_head < c_.k.group; query_head += warps) {
       float values[8] = {};
-      if (c_.lane * 8 < c_.p.head_dim && !zeros) {
+      if (c_.lane * 8 < c_.p.head_dim) {
         const uint4 raw = *reinterpret_cast<const uint4*>(
             static_cast<const uint16_t*>(c_.p.query) + c_.sequence * c_.p.query_token_stride +
             static_cast<int64_t>(c_.head * c_.k.group + query_head) * c_.p.query_head_stride + c_.lane * 8);
@@ -227,7 +232,7 @@ class Scorer {
   }
 
   const Context& c_;
-  const int octets_;
+  const int octets_, before_;
   const PageAt& page_at_;
   const RowRing<kCentroids, Context> rows_;
   Entries entries_;

@@ -34,22 +34,8 @@ class TilesCta {
   __device__ __forceinline__ void read_row() {
     const TilesParams& p = c_.p;
     const int tokens = p.sequences.cache_seqlens[c_.sequence];
-    const float sparsity = kWork == Work::kScore ? 0.f : p.sparsity[c_.sequence];
-    TilesRow& row = c_.row;
-    row.length = max(tokens, 0);
-    row.count = min((row.length + p.page_size - 1) >> c_.k.page_log2, p.max_pages);
-    row.begin = min(p.rule.first, row.count);
-    row.end = max(row.begin, row.count - p.rule.recent);
-    if (kWork == Work::kScore) return;
-    const float share = __fmul_rn(sparsity, p.share);
-    // tiles_to_keep(): each operation rounded, as there.
-    const int skipped = static_cast<int>(floorf(__fadd_rn(__fmul_rn(static_cast<float>(row.count), share), 1.f / 64)));
-    const int kept = min(max(row.count - skipped, max(p.rule.floor, p.rule.first + p.rule.recent)), p.rule.max_k);
-    row.keep = share > 0.f ? min(kept, row.count) : row.count;
-    row.need = row.keep - (row.count - (row.end - row.begin));
-    row.strata = max(1, (row.end - row.begin + Shape::kStratum - 1) / Shape::kStratum);
-    row.each = row.need / row.strata;
-    row.more = row.need % row.strata;
+    const float sparsity = Shape::kChooses ? __fmul_rn(p.sparsity[c_.sequence], p.share) : 0.f;
+    c_.row = tiles_row(tokens, sparsity, p.rule, c_.k.page_log2, p.max_pages, Shape::kStratum);
   }
 
   __device__ __forceinline__ void score_all() const {
@@ -60,9 +46,10 @@ class TilesCta {
     };
     const int octets = max(0, c_.row.end - base + step - 1) / step;
     Scorer<kCentroids, kPlain, Context, decltype(page_at)> scorer(c_, octets, page_at);
+    scorer.start(c_);
     scorer.begin();
     scorer.load(0);
-    scorer.prepare(false);
+    scorer.prepare();
 #pragma unroll 1
     for (int octet = 0; octet < octets; scorer.refill(octet), scorer.load(++octet))
       scorer.score(octet, [&](int query_head, int, int page, float score) {
@@ -80,8 +67,6 @@ class TilesCta {
     put_length();
   }
 
-  // Code that runs once comes from far away, an instruction line at a time, and takes longer than what it does. So all is
-  // done once with no queries and for nothing, while the kernel ahead still makes them.
   __device__ __forceinline__ void choose() const {
     const TilesRow& row = c_.row;
     const int picking = c_.picker(), turns = (row.strata - c_.rank + c_.splits() - 1) / c_.splits();
@@ -95,41 +80,37 @@ class TilesCta {
     Scorer<kCentroids, kPlain, Context, decltype(page_at)> scorer(c_, octets, page_at);
     const Picker<Context> picker(c_);
     init_barriers();  // prepare() has everybody see them
+    if (picking <= 0) scorer.start(c_);
+    if (picking == 0) picker.clear_firsts();
     scorer.begin();
     scorer.load(0);
-    const bool rehearses = static_cast<int>(blockIdx.x) < c_.k.rehearsing;
-    int number = 0;  // of the next buffer, counted from the rehearsal's
+    scorer.prepare();
 #pragma unroll 1
-    for (int pass = rehearses ? 0 : 1; pass < 2; ++pass) {
-      const bool rehearsed = pass == 0;
-      scorer.prepare(rehearsed);
-      if (picking == 0) picker.clear_firsts();
+    for (int octet = 0; octet < octets; ++octet) {
+      const int turn = octet / Shape::kTurnOctets, part = octet % Shape::kTurnOctets;
+      if (picking < 0 && part == 0) ptx::mbarrier_wait(barrier(c_.shared.free, turn), (turn >> 1 & 1) ^ 1);
+      scorer.score(octet, [&](int query_head, int place, int page, float score) {
+        const float own = page < 0 ? -INFINITY : score;
+        if (picking < 0) picker.put(turn, c_.warp + Shape::kScorers * part, query_head, place, own);
+        else picker.put_firsts(query_head, place, own);
+      });
+      if (picking < 0 && part == Shape::kTurnOctets - 1) arrive(c_.shared.full, turn);
+      scorer.refill(octet);
+      scorer.load(octet + 1);
+    }
+    if (c_.rank == 0) put_ends();
+    if (picking < 0) return;
+    picker.wait_others();  // the first pages' sums are there
 #pragma unroll 1
-      for (int octet = 0; octet < (rehearsed ? min(octets, 1) : octets); ++octet) {
-        const int part = octet % Shape::kTurnOctets;
-        if (picking < 0 && part == 0) ptx::mbarrier_wait(barrier(c_.shared.free, number), (number >> 1 & 1) ^ 1);
-        scorer.score(octet, [&](int query_head, int place, int page, float score) {
-          put_score(number, picking, c_.warp + Shape::kScorers * part, query_head, place, page < 0 ? -INFINITY : score);
-        });
-        if (picking < 0 && (rehearsed || part == Shape::kTurnOctets - 1)) arrive(c_.shared.full, number++);
-        if (rehearsed) break;
-        scorer.refill(octet);
-        scorer.load(octet + 1);
-      }
-      if (!rehearsed && c_.rank == 0) put_ends();
-      if (picking < 0) continue;
-      picker.wait_others();  // the first pages' sums are there
-#pragma unroll 1
-      for (int turn = 0; turn < (rehearsed ? 1 : turns); ++turn, ++number) {
-        const int stratum = c_.rank + turn * c_.splits();
-        const auto candidate = picker.candidate(stratum);
-        ptx::mbarrier_wait(barrier(c_.shared.full, number), number >> 1 & 1);
-        if (!rehearsed && turn == turns - 1 && lets_attention_in()) ptx::grid_launch_dependents();
-        const int before = row.begin + row.before(stratum);
-        picker.pick(number, candidate, rehearsed ? 0 : row.quota(stratum),
-                    [&](int own, int position, int32_t page) { put(before + own, position, page); });
-        arrive(c_.shared.free, number);
-      }
+    for (int turn = 0; turn < turns; ++turn) {
+      const int stratum = c_.rank + turn * c_.splits();
+      const auto candidate = picker.candidate(stratum);
+      ptx::mbarrier_wait(barrier(c_.shared.full, turn), turn >> 1 & 1);
+      if (turn == turns - 1 && lets_attention_in()) ptx::grid_launch_dependents();
+      const int before = row.begin + row.before(stratum);
+      picker.pick(turn, candidate, row.quota(stratum),
+                  [&](int own, int position, int32_t page) { put(before + own, position, page); });
+      arrive(c_.shared.free, turn);
     }
   }
 
@@ -144,23 +125,7 @@ class TilesCta {
   __device__ __forceinline__ void init_barriers() const {
     if (threadIdx.x >= 2) return;
     ptx::mbarrier_init(barrier(c_.shared.full, threadIdx.x), Shape::kScorers);
-    ptx::mbarrier_init(barrier(c_.shared.free, threadIdx.x), Shape::kPickers);
-  }
-
-  // An octet's scores of four heads, and their sums as logarithms. Of the first pages these are all that is needed.
-  __device__ __forceinline__ void put_score(int buffer, int picking, int octet, int query_head, int place,
-                                            float score) const {
-    const float most = fmaxf(lanes_max(score, 4, 16), kLeast);
-    const float sum = most + __log2f(lanes_sum(ptx::exp2_approx(score - most), 4, 16));
-    if (query_head >= c_.k.group) return;
-    if (picking < 0) {
-      c_.scores(buffer, query_head)[kOctet * octet + place] = score;
-      if (place == 0) c_.sums(buffer, query_head)[octet] = sum;
-    } else if (place == 0) {
-      float& firsts = c_.shared.firsts[query_head];
-      const float high = fmaxf(fmaxf(firsts, sum), kLeast);
-      firsts = high + __log2f(ptx::exp2_approx(firsts - high) + ptx::exp2_approx(sum - high));
-    }
+    ptx::mbarrier_init(barrier(c_.shared.free, threadIdx.x), Shape::kStratum / 32);
   }
 
   // The pages that do not compete.

@@ -13,20 +13,39 @@ enum class Work { kScore, kChoose };
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLeast = -1e30f;  // below any score; finite, so that differences stay numbers
 
+constexpr int kPieceBytes = 16;  // of a row of the index: 32 elements
+
 // A warp scores eight pages at a time.
 constexpr int kOctet = 8;
-constexpr int kMaxStages = 4;
+constexpr int kMaxStages = 8;
 
-// A CTA's warps, and pages that compete with each other, in whose index a page has so many centroids. Where pages are
-// chosen eight warps score a stratum, and one for each 32 of its pages picks.
+// Who does what, and how many pages compete with each other, in whose index a page has so many centroids. Where a CTA only
+// chooses, eight warps score a stratum and one for each 32 of its pages picks.
 template <int kCentroids, Work kWork>
 struct TilesShape {
   static constexpr bool kChooses = kWork == Work::kChoose;
   static constexpr int kStratum = kStratumTokens / (kCentroids * kCentroidTokens);
   static constexpr int kScorers = kChooses ? 8 : 16;
-  static constexpr int kPickers = kChooses ? kStratum / 32 : 0;
-  static constexpr int kThreads = 32 * (kScorers + kPickers);
+  static constexpr int kFirstPicker = kScorers;
+  static constexpr int kThreads = 32 * (kScorers + (kChooses ? kStratum / 32 : 0));
   static constexpr int kTurnOctets = kStratum / (kScorers * kOctet);  // of a warp, in a stratum
+  static constexpr int kDepth = 0;       // of a warp's ring of octets: as the launch says
+  static constexpr bool kOneStep = false;  // rows are of any length
+  static constexpr int kBarrier = 0;     // of all its threads
+};
+
+// In a CTA that attends to what it chooses: four warps do both. Rows have 128 elements at most.
+template <int kCentroids>
+struct ShareShape {
+  static constexpr bool kChooses = true;
+  static constexpr int kStratum = kStratumTokens / (kCentroids * kCentroidTokens);
+  static constexpr int kScorers = 4;
+  static constexpr int kFirstPicker = 0;
+  static constexpr int kThreads = 32 * kScorers;
+  static constexpr int kTurnOctets = kStratum / (kScorers * kOctet);
+  static constexpr int kDepth = kTurnOctets + 1;  // a stratum's, and the first pages'
+  static constexpr bool kOneStep = true;
+  static constexpr int kBarrier = 4;
 };
 
 // Over the lanes that differ in bits from `least` up to `most`.
@@ -49,21 +68,38 @@ struct TilesKernelParams {
   int blocks;      // of 4 query heads
   int steps;       // of 4 pieces, in a row of the index
   int page_log2;   // of tokens a page
-  int rehearsing;  // CTAs that do all once before the queries are there
   int stages_log2; // of a warp's ring of octets; -1: the card has no copy engine
   int page_stride; // of a page in the ring
   TilesParams p;
 
   // Of a warp's ring.
-  __host__ __device__ int ring_bytes() const { return stages_log2 < 0 ? 0 : page_stride * kOctet << stages_log2; }
+  template <typename Shape>
+  __host__ __device__ int ring_bytes() const {
+    if (Shape::kDepth > 0) return page_stride * kOctet * Shape::kDepth;
+    return stages_log2 < 0 ? 0 : page_stride * kOctet << stages_log2;
+  }
 };
+
+// What follows from the index and the heads.
+inline void set_shape(TilesKernelParams& k) {
+  k.group = k.p.num_q_heads / k.p.num_kv_heads;
+  k.blocks = (k.group + 3) / 4;
+  k.steps = (k.p.index.row_bytes + 4 * kPieceBytes - 1) / (4 * kPieceBytes);
+  k.heads = FastDiv(k.p.num_kv_heads);
+  k.page_log2 = k.p.page_size == 64 ? 6 : 5;
+  // Four pages of the ring lie in all banks.
+  const int chunks = k.p.index.centroids * k.p.index.row_bytes / kPieceBytes;
+  k.page_stride = (chunks + (12 - chunks % 8) % 8) * kPieceBytes;
+}
 
 // Shared memory. Of scores and keys there are two buffers, for strata in turns.
 template <typename Shape>
 struct TilesShared {
   static constexpr int kOctets = Shape::kStratum / kOctet;
   static constexpr int kScoreStride = Shape::kStratum + 8;  // four heads' octets lie in all banks
-  static constexpr int kRings = Shape::kScorers + (Shape::kChooses ? 1 : 0);  // one for the sequence's first pages
+  // Also one for the sequence's first pages, if other warps pick.
+  static constexpr int kRings = Shape::kScorers + (Shape::kChooses && Shape::kFirstPicker > 0 ? 1 : 0);
+  static constexpr int kKeys = Shape::kStratum > Shape::kThreads ? Shape::kStratum : Shape::kThreads;  // of a buffer
 
   char* ring;          // [kRings][stage][kOctet][page_stride], rows of the index
   uint64_t* barriers;  // [warp][kMaxStages], of the rings
@@ -71,33 +107,32 @@ struct TilesShared {
   uint64_t* free;      // [2]: they have been read
   uint4* vectors;      // [blocks][steps][2][lane], the queries
   float4* scales;      // [4 blocks], of the queries' products; sum of their elements; half their squared length; nothing
-  uint4* all_keys;     // [2][stratum] of four bytes
+  uint4* all_keys;     // [2][kKeys] of four bytes
   float* scores;       // [2][group][kScoreStride]
   float* sums;         // [2][group][kOctets]: of each octet, as a logarithm
   float* firsts;       // [group]: the same of the first pages
 
   static int bytes(const TilesKernelParams& k) {
-    int bytes = kRings * k.ring_bytes() + Shape::kThreads / 32 * kMaxStages * 8 + 4 * 8 +
+    int bytes = kRings * k.template ring_bytes<Shape>() + Shape::kThreads / 32 * kMaxStages * 8 + 4 * 8 +
                 (k.blocks * k.steps * 64 + 4 * k.blocks) * 16;
-    if (Shape::kChooses) bytes += 2 * Shape::kStratum * 4 + k.group * (2 * (kScoreStride + kOctets) + 1) * 4;
+    if (Shape::kChooses) bytes += 2 * kKeys * 4 + k.group * (2 * (kScoreStride + kOctets) + 1) * 4;
     return bytes;
   }
   __device__ __forceinline__ TilesShared(char* base, const TilesKernelParams& k) {
     ring = base;
-    barriers = reinterpret_cast<uint64_t*>(ring + kRings * k.ring_bytes());
+    barriers = reinterpret_cast<uint64_t*>(ring + kRings * k.template ring_bytes<Shape>());
     full = barriers + Shape::kThreads / 32 * kMaxStages;
     free = full + 2;
     vectors = reinterpret_cast<uint4*>(free + 2);
     scales = reinterpret_cast<float4*>(vectors + k.blocks * k.steps * 64);
     all_keys = reinterpret_cast<uint4*>(scales + 4 * k.blocks);
-    scores = reinterpret_cast<float*>(all_keys + 2 * Shape::kStratum / 4);
+    scores = reinterpret_cast<float*>(all_keys + 2 * kKeys / 4);
     sums = scores + 2 * k.group * kScoreStride;
     firsts = sums + 2 * k.group * kOctets;
   }
 };
 
-// How many pages of a sequence are read, and which compete with each other: tiles_to_keep() and select_tiles() in
-// bicl/sparse. Of `keep` pages all but `need` stand at the sequence's ends; those between compete in strata.
+// How many pages of a sequence are read, and which compete with each other; bicl/sparse/selection.py has the rule. Of `keep` pages all but `need` stand at the sequence's ends; those between compete in strata.
 struct TilesRow {
   int length = 0, count = 0;  // tokens and pages of the sequence
   int keep = 0, need = 0;
@@ -122,6 +157,24 @@ struct TilesRow {
   __device__ __forceinline__ int before(int stratum) const { return stratum * each + min(stratum, more); }
 };
 
+// stratum: pages of one. Each operation rounded, as in tiles_to_keep().
+__device__ __forceinline__ TilesRow tiles_row(int tokens, float sparsity, const SelectionRule& rule, int page_log2,
+                                              int max_pages, int stratum) {
+  TilesRow row;
+  row.length = max(tokens, 0);
+  row.count = min((row.length + (1 << page_log2) - 1) >> page_log2, max_pages);
+  row.begin = min(rule.first, row.count);
+  row.end = max(row.begin, row.count - rule.recent);
+  const int skipped = static_cast<int>(floorf(__fadd_rn(__fmul_rn(static_cast<float>(row.count), sparsity), 1.f / 64)));
+  const int kept = min(max(row.count - skipped, max(rule.floor, rule.first + rule.recent)), rule.max_k);
+  row.keep = sparsity > 0.f ? min(kept, row.count) : row.count;
+  row.need = row.keep - (row.count - (row.end - row.begin));
+  row.strata = max(1, (row.end - row.begin + stratum - 1) / stratum);
+  row.each = row.need / row.strata;
+  row.more = row.need % row.strata;
+  return row;
+}
+
 template <typename Shape_>
 struct TilesContext {
   using Shape = Shape_;
@@ -130,21 +183,30 @@ struct TilesContext {
   const TilesParams& p;
   const TilesShared<Shape> shared;
   const int warp, lane;
-  int sequence, head;
-  int rank;  // among the CTAs of the row
+  int sequence = 0, head = 0;
+  int rank = 0;  // among the CTAs of the row
   TilesRow row;
 
+  // A CTA that only chooses or scores.
   __device__ __forceinline__ TilesContext(const TilesKernelParams& k, char* base)
-      : k(k), p(k.p), shared(base, k), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
+      : TilesContext(k, base, threadIdx.x / 32) {
     uint32_t own_head, own_rank;
     const uint32_t pair = k.splits.divide(blockIdx.x, own_rank);
     sequence = k.heads.divide(pair, own_head);
     head = own_head;
     rank = own_rank;
   }
+  __device__ __forceinline__ TilesContext(const TilesKernelParams& k, char* base, int warp)
+      : k(k), p(k.p), shared(base, k), warp(warp), lane(threadIdx.x % 32) {}
 
   // Which of the warps that pick it is; negative: one that scores.
-  __device__ __forceinline__ int picker() const { return warp - Shape::kScorers; }
+  __device__ __forceinline__ int picker() const { return warp - Shape::kFirstPicker; }
+  // Its own number among the threads.
+  __device__ __forceinline__ int thread() const { return 32 * warp + lane; }
+  __device__ __forceinline__ void sync() const {
+    if constexpr (Shape::kBarrier > 0) ptx::named_barrier(Shape::kBarrier, Shape::kThreads);
+    else __syncthreads();
+  }
   __device__ __forceinline__ int splits() const { return static_cast<int>(k.splits.divisor); }
   __device__ __forceinline__ const int32_t* table() const {
     return p.sequences.page_table + sequence * p.sequences.page_table_stride;
@@ -155,7 +217,7 @@ struct TilesContext {
   }
   // A stratum's keys, in the buffer of an odd or an even number.
   __device__ __forceinline__ uint4* keys(int number) const {
-    return shared.all_keys + (number & 1) * (Shape::kStratum / 4);
+    return shared.all_keys + (number & 1) * (shared.kKeys / 4);
   }
   // A query head's scores of a stratum, in such a buffer, and the sums of its octets.
   __device__ __forceinline__ float* scores(int number, int query_head) const {
