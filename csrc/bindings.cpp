@@ -27,7 +27,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(compact_tokens, bicl::compact_tokens_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, bicl::copy_pages_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind_stage_step, bicl::bind_stage_step);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind_decode_attention, bicl::bind_decode_attention);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind_sparse_decode, bicl::bind_sparse_decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_plan_bytes, bicl::decode_plan_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_decode, bicl::plan_decode_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_workspace_bytes, bicl::decode_workspace_bytes);

@@ -184,21 +184,6 @@ constexpr int kStratumTokens = 4096;  // of pages that compete with each other
 // first pages and those that compete.
 enum class Combine : int { kMax, kSum, kSoftmax };
 
-// What a sparse decode step chooses its pages by.
-struct ChoiceParams {
-  PageIndex index;        // of the layer's pages
-  const float* weights;   // [head_dim], of the dims of the centroids
-  const float* sparsity;  // [batch]
-  float share;            // of each, which this layer leaves out
-  SelectionRule rule;
-  Combine combine;
-  int max_pages;          // columns of the page table
-  int page_log2;          // of tokens a page
-  // With pdl: the kernel ahead, or the one ahead of that, writes more of what is read than the query and the newest
-  // tokens and their pages' index.
-  bool late_index;
-};
-
 // Scoring or choice: what a step has no use for is null.
 struct TilesParams {
   // What a launch needs first stands first: parameters come from memory a line at a time.

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
 from bicl.attention.rotary import Rotary
-from bicl.attention.sparse_decoder import SparseDecoder
-from bicl.attention.validate import check_no_grad, check_page_lists, check_tensor, refuse
+from bicl.attention.validate import check_no_grad, check_page_lists, check_tensor
 from bicl.attention.widening import PageWidener
-from bicl.errors import BackendError, InvalidInputError
+from bicl.errors import BackendError, BiclError, InvalidInputError
 from bicl.ops.cuda import library
 from bicl.ops.cuda.copy_pages import copy_pages
 from bicl.ops.cuda.decode_attention import DecodePlanner, PlanKind
@@ -22,13 +21,8 @@ from bicl.ops.cuda.gather import gather
 from bicl.ops.cuda.prefill_attention import PrefillPlanner, prefill_attention
 from bicl.ops.cuda.rotary import rotate_and_store
 from bicl.ops.cuda.sparse import store_and_index
-from bicl.ops.cuda.sparse_decode import bind_sparse_decode
 from bicl.ops.cuda.store_kv import store_kv
 from bicl.ops.cuda.workspace import Workspace
-
-if TYPE_CHECKING:
-    from bicl.sparse.index import LayerIndex
-    from bicl.sparse.selection import SelectionRule
 
 __all__ = ["CudaBackend"]
 
@@ -188,8 +182,14 @@ class CudaBackend:
                 self._run_prefill(
                     result, lse, query, layer, meta, scale, softcap, (window_left, window_right)
                 )
-        except (ValueError, RuntimeError) as error:
-            refuse(error)
+        except BiclError:
+            raise
+        except ValueError as error:
+            raise InvalidInputError(str(error)) from error
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # out of memory and others have their own types
+                raise
+            raise BackendError(str(error)) from error
         return result if lse is None else (result, lse)
 
     def _run_prefill(
@@ -281,33 +281,6 @@ class CudaBackend:
         )
         self._bound[key] = bound
         return bound
-
-    def sparse_decoder(
-        self,
-        index: LayerIndex,
-        rule: SelectionRule,
-        combine: str,
-        *,
-        num_q_heads: int,
-        batch: int,
-        scale: float,
-        softcap: float = 0.0,
-    ) -> SparseDecoder | None:
-        """What runs decode steps of a sparse layer, of at least ``batch`` sequences, in one launch;
-        None where no kernel does. Worth keeping. Arguments: see ``bind_sparse_decode``.
-
-        Raises:
-            InvalidInputError: an index or options that do not fit; the message names why.
-        """
-        workspace = self._workspace(index.layer, num_q_heads, batch)
-        rest = (workspace, num_q_heads, scale, softcap, self.deterministic)
-        try:
-            kernel = bind_sparse_decode(index, rule, combine, *rest)
-        except (ValueError, RuntimeError) as error:
-            refuse(error)
-        if kernel is None:
-            return None
-        return SparseDecoder(kernel, workspace.max_pairs // num_q_heads, pdl=self.pdl)
 
     def gather(
         self, layer: LayerCache, page_table: torch.Tensor, cache_seqlens: torch.Tensor

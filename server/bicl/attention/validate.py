@@ -5,13 +5,11 @@ Nothing here reads a tensor's values, so that a CUDA backend can use it without 
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 
 from bicl.attention.metadata import AttentionMetadata
 from bicl.attention.pool import LayerCache
-from bicl.errors import BackendError, BiclError, InvalidInputError, UnsupportedError
+from bicl.errors import InvalidInputError, UnsupportedError
 
 __all__ = [
     "QUERY_DTYPES",
@@ -20,7 +18,6 @@ __all__ = [
     "check_query",
     "check_rows",
     "check_tensor",
-    "refuse",
 ]
 
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -123,20 +120,3 @@ def check_page_lists(layer: LayerCache, page_table: torch.Tensor, lengths: torch
     """A page table and the lengths that belong to it."""
     check_tensor("cache_seqlens", lengths, (None,), (torch.int32,), layer.device)
     check_tensor("page_table", page_table, (len(lengths), None), (torch.int32,), layer.device)
-
-
-def refuse(error: Exception) -> NoReturn:
-    """Raise what an operator's ``error`` means here, out of its handler.
-
-    Raises:
-        InvalidInputError: a ValueError: shapes, dtypes or devices that do not fit.
-        BackendError: a plain RuntimeError: not compiled in, or the launch failed.
-        Exception: ``error`` itself; running out of memory and others have their own types.
-    """
-    if isinstance(error, BiclError):
-        raise error
-    if isinstance(error, ValueError):
-        raise InvalidInputError(str(error)) from error
-    if type(error) is RuntimeError:
-        raise BackendError(str(error)) from error
-    raise error

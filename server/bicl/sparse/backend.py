@@ -1,5 +1,4 @@
-"""Select mode as a backend around a backend: score, select, then the dense decode kernel, or all
-of that in one."""
+"""Select mode as a backend around a backend: score, select, then the dense decode kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +20,6 @@ from bicl.sparse.config import HySparseConfig
 from bicl.sparse.index import LayerIndex
 from bicl.sparse.mixed import MixedStep, divide
 from bicl.sparse.selection import SelectionRule
-
-if TYPE_CHECKING:
-    from bicl.attention.sparse_decoder import SparseDecoder
 
 __all__ = ["SparseBackend"]
 
@@ -40,17 +36,10 @@ class SparseBackend:
         inner: stores, gathers, attends.
         config: variant, combine and the limits of the selection; ratios come with each step.
         indexes: the sparse layers' indexes, by layer number.
-        fused: choose pages and attend to them in one launch, where the backend can; False, for
-            tests and benchmarks, always takes two.
     """
 
     def __init__(
-        self,
-        inner: AttentionBackend,
-        config: HySparseConfig,
-        indexes: Mapping[int, LayerIndex],
-        *,
-        fused: bool = True,
+        self, inner: AttentionBackend, config: HySparseConfig, indexes: Mapping[int, LayerIndex]
     ) -> None:
         if inner.name not in _OPERATORS:
             raise BackendError(
@@ -69,8 +58,6 @@ class SparseBackend:
         # The CUDA backend, where it may overlap kernels. Elsewhere a step's rows may be drafts of
         # one sequence, which complete pages together.
         self._overlapping: Any = inner if getattr(inner, "pdl", False) else None
-        self._make_decoder: Any = getattr(inner, "sparse_decoder", None) if fused else None
-        self._decoders: dict[tuple[object, ...], SparseDecoder | None] = {}
         self._decodes = self._chooses = False
         self._mixed: tuple[AttentionMetadata, MixedStep] | None = None
         # Of the planned step: what the numbers of tokens that are read depend on, and these numbers
@@ -128,15 +115,6 @@ class SparseBackend:
             if meta.max_q > 1:
                 options = {"scale": scale, "softcap": softcap, "return_lse": return_lse}
                 return self._run_mixed(query, layer, meta, out, options)
-            decoder = self._decoder(query, index, meta, scale, softcap)
-            if decoder is not None:
-                return decoder.run(
-                    query,
-                    meta,
-                    out=out,
-                    return_lse=return_lse,
-                    after_store=self._follows_store(layer, meta),
-                )
             meta, known = self._choose(query, index, meta, scale)
             if known:
                 run = partial(self._overlapping.run, lengths_known=True)
@@ -151,31 +129,6 @@ class SparseBackend:
             out=out,
             return_lse=return_lse,
         )
-
-    def _decoder(
-        self,
-        query: torch.Tensor,
-        index: LayerIndex,
-        meta: AttentionMetadata,
-        scale: float,
-        softcap: float,
-    ) -> SparseDecoder | None:
-        """What chooses and attends in one launch, if anything does; found once a layer."""
-        if self._make_decoder is None or meta.keep is not None or query.ndim != 3:
-            return None
-        batch, num_q_heads, _ = query.shape
-        key = (id(index), num_q_heads, scale, softcap)
-        found: SparseDecoder | None = self._decoders.get(key)
-        if (found is None and key not in self._decoders) or (
-            found is not None and batch > found.max_batch
-        ):
-            rule = self.rules[index.layer.layout.page_size]
-            options = {"num_q_heads": num_q_heads, "batch": batch}
-            found = self._make_decoder(
-                *(index, rule, self.config.combine), scale=scale, softcap=softcap, **options
-            )
-            self._decoders[key] = found
-        return found
 
     def selects(self, meta: AttentionMetadata, window_left: int = -1) -> bool:
         """Whether rows of this step read a choice of pages in the sparse layers."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from bicl.sparse.selection import SelectionRule
 
 __all__ = [
-    "COMBINES",
-    "aligned_rows",
     "check_index",
     "choose_tiles",
     "index_pages",
@@ -25,8 +23,7 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 256
-COMBINES = {"max": 0, "sum": 1, "softmax": 2}
-"""Numbers by which the kernels know them."""
+_COMBINES = {"max": 0, "sum": 1, "softmax": 2}
 
 
 def check_index(index: LayerIndex) -> None:
@@ -89,9 +86,8 @@ def store_and_index(
     Args:
         records: uint8 ``[num_pages, n]``, a ``centroids`` index's.
         key, value: ``[B, H, head_dim]``, float16 or bfloat16.
-        choice_follows: the next launch is :func:`choose_tiles` with ``after_store``, or a decode
-            step that chooses itself, which may then start before the kernel ahead of this one has
-            ended.
+        choice_follows: the next launch is :func:`choose_tiles` with ``after_store``, which may
+            then start before the kernel ahead of this one has ended.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; the message names them.
@@ -136,7 +132,7 @@ def score_tiles(
     scores = torch.empty(shape, dtype=torch.float32, device=query.device)
     library.module().score_tiles(
         scores,
-        aligned_rows(query),
+        _aligned(query),
         index.vectors,
         index.weights,
         page_table,
@@ -190,7 +186,7 @@ def choose_tiles(
         selected,
         lengths,
         positions,
-        aligned_rows(query),
+        _aligned(query),
         index.vectors,
         index.weights,
         page_table,
@@ -203,7 +199,7 @@ def choose_tiles(
         rule.recent,
         rule.floor,
         rule.stratum,
-        COMBINES[combine],
+        _COMBINES[combine],
         scale,
         1 if after_store else 2,
     )
@@ -218,7 +214,7 @@ def _outputs(num_kv_heads: int, page_table: torch.Tensor) -> tuple[torch.Tensor,
     return selected, torch.empty(batch, dtype=torch.int32, device=page_table.device)
 
 
-def aligned_rows(query: torch.Tensor) -> torch.Tensor:
+def _aligned(query: torch.Tensor) -> torch.Tensor:
     """Rows that start at 16 bytes, as the kernels read them."""
     stride = query.stride()
     fits = stride[-1] == 1 and (query.data_ptr() | stride[0] * 2 | stride[1] * 2) % 16 == 0
