@@ -10,10 +10,18 @@ import torch
 from support.cases import PAGES_AND_TILES
 from support.compare import assert_close_enough, assert_lse_close
 from support.device import truth_of
-from support.sparse import STORED, UNSET, Indexed, choose, everyone, indexed_step, rule_for
+from support.sparse import (
+    STORED,
+    UNSET,
+    Indexed,
+    choose,
+    everyone,
+    indexed_step,
+    rule_for,
+    truth_of_choice,
+)
 
 from bicl.attention.cuda import CudaBackend
-from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
 from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
@@ -51,28 +59,31 @@ def test_decode_reads_each_heads_own_tiles(
     pages, read, positions = choose(own, everyone(own.meta, 0.65), rule)
     chosen = replace(own.meta, page_table=pages, cache_seqlens=read)
     out, lse = backend.run(own.step.query, own.step.layer, chosen, scale=own.scale, return_lse=True)
-    size = layout.page_size
+    truth = truth_of_choice(own, read, positions)
     for head in range(3):
-        tokens = []
-        start = 0
-        for row, length in enumerate(lengths):
-            kept = positions[row, head, : -(-int(read[row]) // size)].long()
-            token = (kept[:, None] * size + torch.arange(size, device="cuda")).reshape(-1)
-            tokens.append(start + token[token < length])
-            start += length
-        picked = torch.cat(tokens)
         heads = slice(head * group, (head + 1) * group)
-        alone = replace(
-            own.step,
-            layer=LayerCache(own.step.layer.pages, replace(layout, num_kv_heads=1)),
-            meta=chosen,
-            query=own.step.query[:, heads],
-            key=own.step.key[picked, head : head + 1],
-            value=own.step.value[picked, head : head + 1],
-        )
-        truth = truth_of(alone, scale=own.scale)
-        assert_close_enough(out[:, heads], truth.out, truth.same_precision)
-        assert_lse_close(lse[heads], truth.lse)
+        assert_close_enough(out[:, heads], truth.out[:, heads], truth.same_precision[:, heads])
+    assert_lse_close(lse, truth.lse)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[70_001], [20_001, 4161, 8385], [(997 * i) % 9000 for i in range(32)]], ids=str
+)
+@pytest.mark.parametrize("page_size", [32, 64])
+def test_long_and_uneven_sequences_read_their_strata(
+    backend: CudaBackend, lengths: list[int], page_size: int
+) -> None:
+    """Chosen by many CTAs, read by clusters or in shares that CTAs cut; some rows whole."""
+    layout = PageLayout(2, 128, torch.bfloat16, page_size, page_size)
+    own = indexed_step(backend, lengths, layout)
+    sparsity = everyone(own.meta, 0.65)
+    sparsity[1::5] = 0.0
+    pages, read, positions = choose(own, sparsity, rule_for(page_size))
+    chosen = replace(own.meta, page_table=pages, cache_seqlens=read)
+    out, lse = backend.run(own.step.query, own.step.layer, chosen, scale=own.scale, return_lse=True)
+    truth = truth_of_choice(own, read, positions)
+    assert_close_enough(out, truth.out, truth.same_precision)
+    assert_lse_close(lse, truth.lse)
 
 
 @pytest.mark.parametrize("page_and_tile", PAGES_AND_TILES)
@@ -222,5 +233,70 @@ def test_a_choice_that_starts_before_the_store_sees_this_steps_query(
     for _ in range(20):
         for out in outs:
             out.zero_()
+        graph.replay()
+        assert all(torch.equal(out, truth) for out, truth in zip(outs, truths, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [[32_768 + 2], [9026, 704, 20_002], [4160] * 24], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("page_size", [32, 64])
+def test_steps_behind_their_stores_see_the_newest_tokens_and_index(
+    lengths: list[int], deterministic: bool, page_size: int
+) -> None:
+    """A graph of steps that each store a token and complete pages on the way; between replays
+    the tokens, and the index of their pages, are NaN."""
+    steps = 4
+    layout = PageLayout(8, 128, torch.bfloat16, page_size, page_size)
+    own = indexed_step(CudaBackend(), lengths, layout)
+    last = torch.tensor(lengths, device="cuda").cumsum(0) - 1
+    sparsity = everyone(own.meta, 0.65)
+    places = [last - steps + 1 + i for i in range(steps)]
+    metas = [
+        replace(
+            own.meta,
+            cache_seqlens=own.meta.cache_seqlens - steps + 1 + i,
+            slot_mapping=own.step.slots[places[i]].clone(),
+            sparsity=sparsity,
+        )
+        for i in range(steps)
+    ]
+    rows = [(own.step.key[at].clone(), own.step.value[at].clone()) for at in places]
+    queries = torch.randn(steps, *own.step.query.shape, device="cuda").bfloat16()
+    query = torch.zeros_like(own.step.query)
+    newest = torch.cat([meta.slot_mapping for meta in metas])
+    poison = torch.full((len(newest), 8, 128), math.nan, device="cuda").bfloat16()
+    backends = {pdl: CudaBackend(deterministic=deterministic, pdl=pdl) for pdl in (False, True)}
+
+    def keeping_little(backend: CudaBackend) -> SparseBackend:
+        """The page that the last step but one completed competes with the old ones."""
+        return SparseBackend(backend, HySparseConfig(floor_tokens=256, recent=1), {0: own.index})
+
+    def forget() -> None:
+        backends[False].store(own.step.layer, poison, poison, newest)
+        own.index.vectors[newest // page_size] = UNSET
+
+    def chain(wrapped: SparseBackend) -> list[torch.Tensor]:
+        outs = []
+        for i, meta in enumerate(metas):
+            query.copy_(queries[i])
+            wrapped.plan(meta)
+            wrapped.store(own.step.layer, *rows[i], meta.slot_mapping)
+            out = wrapped.run(query, own.step.layer, meta, scale=own.scale)
+            assert isinstance(out, torch.Tensor)
+            outs.append(out)
+        return outs
+
+    forget()
+    truths = chain(keeping_little(backends[False]))
+    assert all(bool(truth.isfinite().all()) for truth in truths)
+    early = keeping_little(backends[True])
+    chain(early)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = chain(early)
+    for _ in range(20):
+        forget()
+        for out in outs:
+            out.fill_(math.nan)
         graph.replay()
         assert all(torch.equal(out, truth) for out, truth in zip(outs, truths, strict=True))

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from support.cases import FP8_DTYPES, Step
-from support.device import decode_step
+from support.device import Truth, decode_step, truth_of
 from torch.nn import functional as F
 
 from bicl.attention.cuda import CudaBackend
 from bicl.attention.metadata import AttentionMetadata
+from bicl.attention.pool import LayerCache
 from bicl.cache.layout import PageLayout
 from bicl.ops.cuda import sparse
 from bicl.sparse.config import STRATUM_TOKENS
@@ -102,6 +103,52 @@ def choose(
         after_store=after_store,
     )
     return pages, lengths, positions
+
+
+def truth_of_choice(
+    case: Indexed, read: torch.Tensor, positions: torch.Tensor, softcap: float = 0.0
+) -> Truth:
+    """Attention over the chosen keys alone; positions are not renumbered.
+
+    Args:
+        read: int32 ``[B]``, tokens.
+        positions: int32 ``[B, H, max_pages]``, of the pages that hold them, the last one at the
+            end.
+    """
+    layout, step = case.step.layer.layout, case.step
+    size, group = layout.page_size, step.query.shape[1] // layout.num_kv_heads
+    chosen = replace(case.meta, cache_seqlens=read)
+    lengths, counts = case.meta.cache_seqlens.tolist(), (-(-read // size)).tolist()
+    one = LayerCache(
+        step.layer.pages,
+        replace(layout, num_kv_heads=1),
+        step.layer.k_scale,
+        step.layer.v_scale,
+    )
+    truths = []
+    for head in range(layout.num_kv_heads):
+        tokens = []
+        start = 0
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            kept = positions[row, head, :count].long()
+            token = (kept[:, None] * size + torch.arange(size, device=kept.device)).reshape(-1)
+            tokens.append(start + token[token < length])
+            start += length
+        picked = torch.cat(tokens)
+        alone = replace(
+            step,
+            layer=one,
+            meta=chosen,
+            query=step.query[:, head * group : (head + 1) * group],
+            key=step.key[picked, head : head + 1],
+            value=step.value[picked, head : head + 1],
+        )
+        truths.append(truth_of(alone, scale=case.scale, softcap=softcap))
+    return Truth(
+        torch.cat([truth.out for truth in truths], dim=1),
+        torch.cat([truth.lse for truth in truths]),
+        torch.cat([truth.same_precision for truth in truths], dim=1),
+    )
 
 
 def rule_for(
