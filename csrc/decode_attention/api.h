@@ -1,7 +1,6 @@
 #pragma once
 
 #include "../common/check.h"
-#include "../sparse_select/api.h"
 #include "launch.h"
 
 namespace bicl {
@@ -108,53 +107,6 @@ inline tvm::ffi::Function bind_decode_attention(TensorView pages, int64_t page_s
               TensorView cache_seqlens, Optional<TensorView> plan, int64_t pdl) {
         decode_call(layer, out, lse, query, page_table, cache_seqlens, plan, pdl);
       });
-}
-
-// A decode step that chooses its pages as choose_tiles() does and attends to them, in one launch; bound to one layer
-// like the above, or None where no kernel is built for these pages, heads and this card. records as in index_pages();
-// weights float32 [1, head_dim]; workspace and counters as for any decode step.
-// The function takes out, query [B, num_q_heads, head_dim] of one 16-bit dtype; lse float32 [num_q_heads, B] or None;
-// page_table int32 [B, max_pages]; cache_seqlens int32 [B]; sparsity float32 [B]; pdl 0: off; 1: the kernel ahead, and
-// the one ahead of that, write nothing that is read but the query, each sequence's newest token and its page's index;
-// 2: they may write anything.
-inline Optional<tvm::ffi::Function> bind_sparse_decode(
-    TensorView pages, int64_t page_size, double k_scale, double v_scale, TensorView workspace, TensorView counters,
-    double scale, double softcap, bool deterministic, int64_t num_q_heads, TensorView records, TensorView weights,
-    double share, int64_t max_k, int64_t first, int64_t recent, int64_t floor, int64_t stratum, int64_t combine) {
-  DecodeLayer layer = decode_layer(pages, page_size, k_scale, v_scale, workspace, counters, scale, softcap, -1,
-                                   deterministic, false, 0, 0);
-  const int device = layer.device;
-  DecodeParams& p = layer.params;
-  BICL_CHECK(num_q_heads > 0 && num_q_heads % p.pages.num_kv_heads == 0)
-      << num_q_heads << " query heads do not divide among " << p.pages.num_kv_heads << " KV heads";
-  p.num_q_heads = static_cast<int>(num_q_heads);
-  check_shape(weights, "weights", {1, -1});
-  p.head_dim = static_cast<int>(weights.size(1));
-  ChoiceParams choice = {};
-  choice.index = index_of(records, p.pages, p.head_dim, device);
-  check_centroids(choice.index, page_size);
-  choice.weights = weights_of(weights, p.head_dim, device);
-  choice.share = share_of(share);
-  choice.rule = rule_of(max_k, first, recent, floor, stratum, page_size);
-  choice.combine = combine_of(combine);
-  choice.page_log2 = page_size == 64 ? 6 : 5;
-  if (!sparse_decode_fits(p, choice, device)) return std::nullopt;
-  return tvm::ffi::Function::FromTyped([layer, choice](TensorView out, Optional<TensorView> lse, TensorView query,
-                                                       TensorView page_table, TensorView cache_seqlens,
-                                                       TensorView sparsity, int64_t pdl) {
-    DecodeParams p = layer.params;
-    ChoiceParams c = choice;
-    const int device = layer.device;
-    p.sequences = sequences_of(page_table, cache_seqlens, device);
-    c.max_pages = max_pages_of(page_table);
-    check_shape(query, "query", {p.sequences.batch, p.num_q_heads, p.head_dim});
-    set_paged_rows(p, out, lse, query, p.sequences.batch, 4, device);
-    c.sparsity = sparsity_of(sparsity, p.sequences.batch, device);
-    p.pdl = pdl > 0;
-    p.late_table = p.late_lengths = c.late_index = pdl > 1;
-    DeviceGuard guard(device);
-    sparse_decode(p, c, device, current_stream(device));
-  });
 }
 
 }  // namespace bicl

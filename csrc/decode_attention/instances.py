@@ -12,8 +12,6 @@ STORED = {
 HEAD_DIMS = {64: (64, 128, 192, 256), 32: (32, 64, 96, 128, 160, 192, 256)}  # padded, by tile
 # Blocks of 8 query heads a CTA serves; see cta_head_blocks() in schedule.h.
 HEAD_BLOCKS = {32: (1, 2), 64: (1, 2), 96: (1, 2), 128: (1, 2), 160: (1,), 192: (1,), 256: (1,)}
-# What chooses its pages has kernels for 16-bit pages as large as a tile, of the common head_dims.
-SPARSE = {(dtype, head_dim) for dtype in ("bf16", "fp16") for head_dim in (64, 128)}
 
 
 def instances() -> Iterator[tuple[str, str]]:
@@ -24,9 +22,6 @@ def instances() -> Iterator[tuple[str, str]]:
                 for head_dim in head_dims:
                     shape = f"{family}, {loader}, {stored}, {name}, {head_dim}, {tile}"
                     lines = [f"BICL_DECODE({shape}, {n})" for n in HEAD_BLOCKS[head_dim]]
-                    if family == "sm90" and (dtype, head_dim) in SPARSE:
-                        own = f"{stored}, {name}, {head_dim}, {tile}, {tile // 8}"
-                        lines.append(f"BICL_SPARSE_DECODE({own})")
                     text = (
                         '#include "decode_attention/instantiate.cuh"\n\n' + "\n".join(lines) + "\n"
                     )

@@ -19,20 +19,3 @@
                                                 Traits##head_blocks::kResults});                           \
   }                                                                                                        \
   }
-
-// The same over pages that it chooses by so many centroids of each: BICL_SPARSE_DECODE(__half, kFloat16, 128, 64, 8)
-#define BICL_SPARSE_DECODE(Stored, dtype, head_dim, tile, centroids)                                       \
-  namespace bicl::decode {                                                                                 \
-  namespace {                                                                                              \
-  using SparseTraits = Traits<Sm90Loader, Stored, head_dim, tile, 1>;                                      \
-  const Registration sparse_registration({{"sparse", DType::dtype, head_dim, tile, 1},                     \
-                                          kernel_ref<sparse_decode_kernel<SparseTraits, centroids>>(),     \
-                                          SparseTraits::kThreads + 32 * ChosenPages<centroids>::kWarps,    \
-                                          SparseTraits::kGroups,                                           \
-                                          SparseTraits::kStageBytes,                                       \
-                                          SharedPlan<SparseTraits>::kRing,                                 \
-                                          SparseTraits::kCharge,                                           \
-                                          SparseTraits::kVectors,                                          \
-                                          SparseTraits::kResults});                                        \
-  }                                                                                                        \
-  }

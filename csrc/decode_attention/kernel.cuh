@@ -10,7 +10,6 @@
 #pragma once
 
 #include "block.cuh"
-#include "chooser.cuh"
 #include "merge.cuh"
 #include "plan.cuh"
 #include "sm80/loader.cuh"
@@ -18,28 +17,8 @@
 
 namespace bicl::decode {
 
-// Where pages stand: in the page table.
-struct TablePages {
-  static constexpr int kWarps = 0;
-  using Params = KernelParams;
-  using DividerType = Divider;
-};
-
-// They are chosen, by further warps.
-template <int kCentroids>
-struct ChosenPages {
-  static constexpr int kWarps = sparse::ShareShape<kCentroids>::kScorers;
-  using Params = SparseKernelParams;
-  using DividerType = DividerBy<KeptLengths>;
-  using ChooserType = Chooser<kCentroids>;
-  static constexpr int kStratum = sparse::ShareShape<kCentroids>::kStratum;
-};
-
-template <typename T, typename PagesFrom = TablePages>
+template <typename T>
 class DecodeCta : Merger<T> {
-  static constexpr bool kChooses = PagesFrom::kWarps > 0;
-  using Params = typename PagesFrom::Params;
-  using DividerType = typename PagesFrom::DividerType;
   using Base = Merger<T>;
   using Base::k_;
   using Base::lane_;
@@ -69,13 +48,13 @@ class DecodeCta : Merger<T> {
   using typename Base::UpcomingQuery;
 
  public:
-  __device__ explicit DecodeCta(const Params& params) : Base(decode_params(params)), params_(params) {}
+  __device__ explicit DecodeCta(const KernelParams& kp) : Base(kp) {}
 
   __device__ __forceinline__ void run() {
     if (p_.pdl && p_.late_lengths) ptx::grid_dependency_wait();
-    const bool producer = warp_ == T::kConsumerWarps, chooser = kChooses && warp_ > T::kConsumerWarps;
-    const bool planned = !kChooses && k_.plan != nullptr;
-    const DividerType divider = make_divider();
+    const bool producer = warp_ == T::kConsumerWarps;
+    const bool planned = k_.plan != nullptr;
+    const Divider divider(k_);
     const Plan plan(k_);
     Share share;
     BlockSource block = {};
@@ -91,7 +70,7 @@ class DecodeCta : Merger<T> {
     // would hold up that kernel, and the query would wait behind all of them.
     const bool early = planned && (!p_.pdl || p_.late_lengths);
     int started = 0;  // blocks that are asked for
-    if (!producer && !chooser) init_barriers();  // they have more to do
+    if (!producer) init_barriers();  // it has more to do
     if (early && producer) {
       if constexpr (T::Loader::kLaneCopies) {
         ptx::named_barrier(kBarriersReady, T::kThreads);
@@ -112,15 +91,10 @@ class DecodeCta : Merger<T> {
       else ptx::cp_async_wait<0>();
     }
     __syncwarp();
-    if constexpr (kChooses)
-      if (warp_ == T::kConsumerWarps + 1) queue().clear();
-    ptx::named_barrier(kReady, T::kThreads + 32 * PagesFrom::kWarps);
+    ptx::named_barrier(kReady, T::kThreads);
     const Line line = divider.line(entries());
     if (!cluster && !planned) share = divider.line_share(line);
-    if (chooser) {
-      if constexpr (kChooses) choose(line, share);
-      if (cluster) wait_peers_started();
-    } else if (producer) {
+    if (producer) {
       int sequence = share.hint();
       if (p_.pdl && p_.late_table) ptx::grid_dependency_wait();
       if (!planned) block = divider.block_of_lane(line, share, share.begin, sequence);
@@ -137,51 +111,6 @@ class DecodeCta : Merger<T> {
   }
 
  private:
-  static __device__ __forceinline__ const KernelParams& decode_params(const Params& params) {
-    if constexpr (kChooses) return params.decode;
-    else return params;
-  }
-  __device__ __forceinline__ DividerType make_divider() const {
-    if constexpr (kChooses) return DividerType(k_, KeptLengths{params_.choice, PagesFrom::kStratum});
-    else return DividerType(k_);
-  }
-
-  // --- choice ---------------------------------------------------------------------------------------
-  __device__ __forceinline__ PageQueue queue() const {
-    return PageQueue(Base::shared() + static_cast<const SparseKernelParams&>(params_).choice_offset);
-  }
-  __device__ __forceinline__ int pages_per_block() const { return kBlockKeys / p_.pages.page_size; }
-
-  // The pages of all segments of the share, as consume() meets them.
-  __device__ __forceinline__ void choose(const Line& line, const Share& share) const {
-    typename PagesFrom::ChooserType chooser(params_.choice, Base::shared() + params_.choice_offset + PageQueue::kBytes,
-                                            queue(), warp_ - T::kConsumerWarps - 1);
-    Place place = share.first;
-    int split = max(share.split, 0);
-#pragma unroll 1
-    for (int x = share.begin; x < share.end;) {
-      const int count = min(place.num_blocks - place.block, split > 0 ? split : share.end - x);
-      const int pages = (place.length + p_.pages.page_size - 1) / p_.pages.page_size;
-      const int from = place.block * pages_per_block(), slots = count * pages_per_block();
-      chooser.choose(place.sequence, heads_of(place.head).kv, from, max(from, min(from + slots, pages)), slots);
-      x += count;
-      if (x < share.end) place = split > 0 ? line.place(share.begin, 0) : line.after(place);
-      split = 0;
-    }
-  }
-
-  // The block's pages, where its lane is `turn`; it is the share's block `number`.
-  __device__ __forceinline__ void take_pages(BlockSource& block, int turn, int number) const {
-    const int slot = number * pages_per_block();
-    const int pages = __shfl_sync(~0u, (block.rows + p_.pages.page_size - 1) / p_.pages.page_size, turn);
-    queue().wait_ready(slot + pages);
-    if (lane_ == turn) {
-      block.page[0] = queue().get(slot);
-      if (pages > 1) block.page[1] = queue().get(slot + 1);
-      queue().set_taken(slot + pages_per_block());
-    }
-  }
-
   // --- start ----------------------------------------------------------------------------------------
   // The plan's entries, by the consumers; the buffers of both have room for whole 16 bytes.
   __device__ __forceinline__ void copy_entries(const Plan& plan) const {
@@ -219,7 +148,7 @@ class DecodeCta : Merger<T> {
   }
 
   // `next`: the lane's block of the first 32, of `sequence` or an earlier one; `started` of them have been asked for.
-  __device__ __forceinline__ void produce(const DividerType& divider, const Line& line, const Share& share,
+  __device__ __forceinline__ void produce(const Divider& divider, const Line& line, const Share& share,
                                           BlockSource next, int sequence, int started) {
     typename T::Loader loader;
     bool waited = !p_.pdl;
@@ -233,7 +162,7 @@ class DecodeCta : Merger<T> {
     int turn = started;
 #pragma unroll 1
     for (int x = share.begin; x < share.end; x += 32, turn = 0) {
-      BlockSource block = next;
+      const BlockSource block = next;
       const uint32_t newest = __ballot_sync(~0u, block.newest);
       const int count = min(32, share.end - x);
 #pragma unroll 1
@@ -243,7 +172,6 @@ class DecodeCta : Merger<T> {
           ptx::grid_dependency_wait();
           waited = true;
         }
-        if constexpr (kChooses) take_pages(block, turn, x - share.begin + turn);
         loader.template load<T>(block, turn, lane_, p_.pages, ring(stage), full(stage), empty(stage), parity);
         if (++stage == k_.stages) stage = 0, parity ^= 1;
         if (p_.pdl && x - share.begin + turn == max(release, 0)) ptx::grid_launch_dependents();
@@ -367,22 +295,12 @@ class DecodeCta : Merger<T> {
       }
     }
   }
-
-  const Params& params_;
 };
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1) decode_kernel(const __grid_constant__ KernelParams params) {
 #ifndef BICL_NO_DEVICE_CODE  // a card outside the build; NVRTC makes it there
   DecodeCta<T>(params).run();
-#endif
-}
-
-template <typename T, int kCentroids>
-__global__ void __launch_bounds__(T::kThreads + 32 * ChosenPages<kCentroids>::kWarps, 1)
-    sparse_decode_kernel(const __grid_constant__ SparseKernelParams params) {
-#ifndef BICL_NO_DEVICE_CODE
-  DecodeCta<T, ChosenPages<kCentroids>>(params).run();
 #endif
 }
 

@@ -10,7 +10,6 @@
 #include <unordered_map>
 
 #include "../common/launch.h"
-#include "chooser.cuh"
 #include "plan_kernel.cuh"
 #include "registry.h"
 #include "schedule.h"
@@ -25,8 +24,7 @@ std::unordered_map<int, Kernel>& kernels() {
 }
 
 int key_of(const Variant& v) {
-  const std::string_view name = v.family;
-  const int family = name == "sm90" ? 1 : name == "sparse" ? 2 : 0;
+  const int family = std::string_view(v.family) == "sm90";
   return (((family * 8 + static_cast<int>(v.stored)) * 512 + v.head_dim) * 128 + v.tile) * 4 + v.head_blocks;
 }
 
@@ -132,17 +130,12 @@ struct Call {
 
 int round_up_16(int bytes) { return (bytes + 15) & ~15; }
 
-Variant variant_of(const DecodeParams& p, const char* family) {
-  const int group = p.num_q_heads / p.pages.num_kv_heads;
-  return {family, p.pages.dtype, p.pages.padded_head_dim, p.pages.tile, cta_head_blocks(group, p.pages.padded_head_dim)};
-}
-
-// further_bytes: of shared memory, behind the sequences' entries.
-Call prepare_call(const DecodeParams& p, const char* family, int further_bytes, int device, cudaStream_t stream) {
+Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
   const DeviceInfo& info = device_info(device);
-  const bool hopper = std::string_view(family) != "sm80";
+  const bool hopper = info.major == 9 && !p.force_sm80;
   const int group = p.num_q_heads / p.pages.num_kv_heads;
-  const Variant variant = variant_of(p, family);
+  const Variant variant{hopper ? "sm90" : "sm80", p.pages.dtype, p.pages.padded_head_dim, p.pages.tile,
+                        cta_head_blocks(group, p.pages.padded_head_dim)};
   const Kernel* kernel = find_kernel(variant);
   if (kernel == nullptr)
     throw std::runtime_error("decode_attention is not built for " + describe(variant) + " (head_dims that are: " +
@@ -177,11 +170,11 @@ Call prepare_call(const DecodeParams& p, const char* family, int further_bytes, 
   } else if (hopper && !p.force_cluster) {
     k.cluster_log2 = cluster_log2(pairs, p.sequences.batch, p.num_sms, active.count);
   }
-  k.stages = ring_stages(*kernel, call.entry_bytes + further_bytes, info.max_shared_bytes, k.cluster_log2);
+  k.stages = ring_stages(*kernel, call.entry_bytes, info.max_shared_bytes, k.cluster_log2);
   if (k.stages == 0)
     throw std::runtime_error("decode_attention: " + describe(variant) + " needs more shared memory than this card's " +
                              std::to_string(info.max_shared_bytes) + " bytes a block");
-  config.shared_bytes = k.stages * kernel->stage_bytes + kernel->fixed_bytes + call.entry_bytes + further_bytes;
+  config.shared_bytes = k.stages * kernel->stage_bytes + kernel->fixed_bytes + call.entry_bytes;
   config.cluster = 1 << k.cluster_log2;
   int grid = std::min(p.force_grid ? p.force_grid : stream_k_grid(pairs, p.num_sms), kMaxGrid);
   if (k.cluster_log2 > 0) {
@@ -200,21 +193,6 @@ Call prepare_call(const DecodeParams& p, const char* family, int further_bytes, 
   k.charge = kernel->charge;
   k.max_units = kernel->results / ((kernel->vectors + config.cluster - 1) / config.cluster);
   return call;
-}
-
-Call prepare_call(const DecodeParams& p, int device, cudaStream_t stream) {
-  const bool hopper = device_info(device).major == 9 && !p.force_sm80;
-  return prepare_call(p, hopper ? "sm90" : "sm80", 0, device, stream);
-}
-
-void check_workspace(const Call& call, const DecodeParams& p) {
-  const int64_t workspace = static_cast<int64_t>(call.config.grid.x) * (p.deterministic ? kMaxUnits + 1 : 2) *
-                            (8 * call.kernel->variant.head_blocks * (p.pages.padded_head_dim + 2)) * sizeof(float);
-  const int pairs = p.sequences.batch * static_cast<int>(call.params.heads.divisor);
-  if (p.workspace_bytes < workspace || p.num_counters < pairs)
-    throw std::runtime_error("decode_attention needs a workspace of " + std::to_string(workspace) + " bytes and " +
-                             std::to_string(pairs) + " counters; it has " + std::to_string(p.workspace_bytes) +
-                             " and " + std::to_string(p.num_counters));
 }
 
 int64_t plan_bytes(const Call& call) {
@@ -254,50 +232,14 @@ void decode_attention(const DecodeParams& p, const void* plan, int64_t bytes, in
   Call call = prepare_call(p, device, stream);
   if (plan != nullptr) check_plan(call, bytes);
   call.params.plan = static_cast<const char*>(plan);
-  check_workspace(call, p);
+  const int64_t workspace = static_cast<int64_t>(call.config.grid.x) * (p.deterministic ? kMaxUnits + 1 : 2) *
+                            (8 * call.kernel->variant.head_blocks * (p.pages.padded_head_dim + 2)) * sizeof(float);
+  const int pairs = p.sequences.batch * static_cast<int>(call.params.heads.divisor);
+  if (p.workspace_bytes < workspace || p.num_counters < pairs)
+    throw std::runtime_error("decode_attention needs a workspace of " + std::to_string(workspace) + " bytes and " +
+                             std::to_string(pairs) + " counters; it has " + std::to_string(p.workspace_bytes) +
+                             " and " + std::to_string(p.num_counters));
   launch_function<KernelParams>(runnable(call.kernel->function), call.config, call.params);
-}
-
-bool sparse_decode_fits(const DecodeParams& p, const ChoiceParams& choice, int device) {
-  return device_info(device).major == 9 && !p.force_sm80 && p.pages.page_size == p.pages.tile &&
-         choice.index.centroids * kCentroidTokens == p.pages.page_size && p.num_q_heads <= 8 * p.pages.num_kv_heads &&
-         find_kernel(variant_of(p, "sparse")) != nullptr;
-}
-
-void sparse_decode(const DecodeParams& p, const ChoiceParams& choice, int device, cudaStream_t stream) {
-  if (p.sequences.batch == 0) return;
-  SparseKernelParams k;
-  sparse::TilesKernelParams& c = k.choice;
-  c.p = {};
-  c.p.sequences = p.sequences;
-  c.p.sparsity = choice.sparsity;
-  c.p.share = choice.share;
-  c.p.rule = choice.rule;
-  c.p.page_size = p.pages.page_size;
-  c.p.max_pages = choice.max_pages;
-  c.p.num_q_heads = p.num_q_heads;
-  c.p.num_kv_heads = p.pages.num_kv_heads;
-  c.p.pdl = p.pdl && device_info(device).major >= 9;
-  c.p.index = choice.index;
-  c.p.query_dtype = p.query_dtype;
-  c.p.head_dim = p.head_dim;
-  c.p.query = p.query;
-  c.p.query_token_stride = p.query_token_stride;
-  c.p.query_head_stride = p.query_head_stride;
-  c.p.weights = choice.weights;
-  c.p.scale = p.scale;
-  c.p.combine = choice.combine;
-  c.p.num_sms = p.num_sms;
-  sparse::set_shape(c);
-  const bool eight = choice.index.centroids == 8;
-  const int choice_bytes = PageQueue::kBytes + (eight ? sparse::TilesShared<sparse::ShareShape<8>>::bytes(c)
-                                                      : sparse::TilesShared<sparse::ShareShape<4>>::bytes(c));
-  Call call = prepare_call(p, "sparse", round_up_16(choice_bytes), device, stream);
-  check_workspace(call, p);
-  k.decode = call.params;
-  k.decode.p.late_lengths = p.late_lengths || choice.late_index;
-  k.choice_offset = call.config.shared_bytes - round_up_16(choice_bytes);
-  launch_function<SparseKernelParams>(runnable(call.kernel->function), call.config, k);
 }
 
 }  // namespace bicl

@@ -17,11 +17,6 @@ void decode_attention(const DecodeParams& params, const void* plan, int64_t plan
 // page table would find out anew. Of `params` only what does not differ between such layers is read.
 void plan_decode(const DecodeParams& params, void* plan, int64_t plan_bytes, int device, cudaStream_t stream);
 
-// The same over the pages that each CTA chooses for its share; see chooser.cuh. There are kernels for it where
-// sparse_decode_fits(), which does not look at the batch, the query's dtype or the page table.
-bool sparse_decode_fits(const DecodeParams& params, const ChoiceParams& choice, int device);
-void sparse_decode(const DecodeParams& params, const ChoiceParams& choice, int device, cudaStream_t stream);
-
 // Bytes of any plan for such a batch.
 int64_t decode_plan_bytes(int batch);
 

@@ -69,9 +69,8 @@ __device__ __forceinline__ int charge_of(int num_blocks, const Charge& charge) {
   return num_blocks > 0 ? max(num_blocks + charge.end, charge.least) : 0;
 }
 
-// Fills entries[0 .. batch]. One warp. lengths(sequence): tokens.
-template <typename Lengths>
-__device__ __forceinline__ void build_entries(Entry* entries, int batch, const Lengths& lengths, int window_left,
+// Fills entries[0 .. batch]. One warp.
+__device__ __forceinline__ void build_entries(Entry* entries, const Sequences& sequences, int window_left,
                                               int multiple, const Charge& charge) {
   constexpr int kPerLane = 4;  // neighbouring sequences a lane counts itself
   const int lane = threadIdx.x % 32;
@@ -80,11 +79,11 @@ __device__ __forceinline__ void build_entries(Entry* entries, int batch, const L
   const auto load = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
-      next[i] = first + i < batch ? lengths(first + i) : 0;
+      next[i] = first + i < sequences.batch ? sequences.cache_seqlens[first + i] : 0;
   };
   load(lane * kPerLane);
 #pragma unroll 1
-  for (int base = 0; base < batch; base += 32 * kPerLane) {
+  for (int base = 0; base < sequences.batch; base += 32 * kPerLane) {
     const int first = base + lane * kPerLane;
     int length[kPerLane], blocks[kPerLane];
     int own_blocks = 0, own_charge = 0;
@@ -107,14 +106,14 @@ __device__ __forceinline__ void build_entries(Entry* entries, int batch, const L
     int before = blocks_carry + blocks_sum - own_blocks, charged = charge_carry + charge_sum - own_charge;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      if (first + i < batch) entries[first + i] = {before, charged, length[i]};
+      if (first + i < sequences.batch) entries[first + i] = {before, charged, length[i]};
       before += blocks[i];
       charged += charge_of(blocks[i], charge);
     }
     blocks_carry += __shfl_sync(~0u, blocks_sum, 31);
     charge_carry += __shfl_sync(~0u, charge_sum, 31);
   }
-  if (lane == 0) entries[batch] = {blocks_carry, charge_carry, 0};
+  if (lane == 0) entries[sequences.batch] = {blocks_carry, charge_carry, 0};
 }
 
 // Sequence, head and block of a position in the line.

@@ -27,16 +27,14 @@ struct alignas(16) Share {
 };
 static_assert(sizeof(Share) == 32);  // two loads
 
-// Lengths(sequence): tokens that are read.
-template <typename Lengths>
-class DividerBy {
+class Divider {
  public:
-  __device__ __forceinline__ DividerBy(const KernelParams& k, const Lengths& lengths)
-      : k_(k), p_(k.p), lengths_(lengths), lane_(static_cast<int>(threadIdx.x % 32)) {}
+  __device__ __forceinline__ explicit Divider(const KernelParams& k)
+      : k_(k), p_(k.p), lane_(static_cast<int>(threadIdx.x % 32)) {}
 
   // The lane's sequence, where clusters may work (a batch of at most 32).
   __device__ __forceinline__ int lane_length() const {
-    return k_.cluster_log2 > 0 && lane_ < p_.sequences.batch ? lengths_(lane_) : 0;
+    return k_.cluster_log2 > 0 && lane_ < p_.sequences.batch ? p_.sequences.cache_seqlens[lane_] : 0;
   }
 
   // Whether clusters work on a (sequence, head) each, in equal shares. There is no balancing: lengths must be even.
@@ -66,7 +64,7 @@ class DividerBy {
   }
 
   __device__ __forceinline__ void build_entries(Entry* entries) const {
-    decode::build_entries(entries, p_.sequences.batch, lengths_, p_.window_left, k_.multiple, k_.charge);
+    decode::build_entries(entries, p_.sequences, p_.window_left, k_.multiple, k_.charge);
   }
 
   __device__ __forceinline__ Line line(const Entry* entries) const {
@@ -118,21 +116,7 @@ class DividerBy {
 
   const KernelParams& k_;
   const DecodeParams& p_;
-  const Lengths lengths_;
   const int lane_;
-};
-
-// All of a sequence's tokens.
-struct AllLengths {
-  const int32_t* cache_seqlens;
-
-  __device__ __forceinline__ int operator()(int sequence) const { return cache_seqlens[sequence]; }
-};
-
-class Divider : public DividerBy<AllLengths> {
- public:
-  __device__ __forceinline__ explicit Divider(const KernelParams& k)
-      : DividerBy(k, AllLengths{k.p.sequences.cache_seqlens}) {}
 };
 
 }  // namespace bicl::decode

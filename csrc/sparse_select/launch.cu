@@ -48,25 +48,13 @@ void run(const TilesParams& p, int device, cudaStream_t stream) {
   config.stream = stream;
   config.block = dim3(Shape::kThreads);
   const int pairs = p.sequences.batch * p.num_kv_heads;
-  // CTAs that run at once with a ring of so many stages, or of as many as fit.
-  const auto resident = [&](int stages_log2) {
-    k.stages_log2 = info.major < 9 ? -1 : stages_log2;
-    while (k.stages_log2 > 0 && TilesShared<Shape>::bytes(k) > info.max_shared_bytes) --k.stages_log2;
-    config.shared_bytes = TilesShared<Shape>::bytes(k);
-    return config.shared_bytes > info.max_shared_bytes ? 0 : resident_ctas(kernel, config, device, info);
-  };
-  int ctas, splits;
-  if (kWork == Work::kScore) {
-    ctas = resident(2);
-    splits = std::min(divide_up(p.max_pages, kOctet * 2 * Shape::kScorers), 2 * p.num_sms / pairs);
-  } else {
-    // A stratum a CTA where all of them run at once, else some in turns, whose rows come ahead.
-    splits = divide_up(p.max_pages, Shape::kStratum);
-    ctas = resident(0);
-    if (ctas < pairs * splits) {
-      ctas = resident(kCentroids == 8 ? 1 : 2);
-      splits = divide_up(splits, divide_up(splits, std::max(1, ctas / pairs)));
-    }
+  config.shared_bytes = TilesShared<Shape>::bytes(k);
+  const int ctas = config.shared_bytes > info.max_shared_bytes ? 0 : resident_ctas(kernel, config, device, info);
+  // Where it chooses, a stratum a CTA where all of them run at once, else some in turns.
+  int splits = std::min(divide_up(p.max_pages, kOctet * 2 * Shape::kScorers), 2 * p.num_sms / pairs);
+  if (kWork == Work::kChoose) {
+    const int strata = divide_up(p.max_pages, Shape::kStratum);
+    splits = divide_up(strata, divide_up(strata, std::max(1, ctas / pairs)));
   }
   splits = std::max(1, splits);
   if (ctas == 0)

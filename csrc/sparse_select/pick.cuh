@@ -63,7 +63,7 @@ class Picker {
     wait_others();
     int rank = 0;
 #pragma unroll 1
-    for (int warp = 0; warp < Shape::kStratum / 32; ++warp) {
+    for (int warp = 0; warp < Shape::kPickers; ++warp) {
       // Of equal ones the earlier comes first. Without a branch: lanes would take it apart.
       const int before = warp < c_.picker() ? 32 : warp > c_.picker() ? 0 : c_.lane;
 #pragma unroll
@@ -78,10 +78,7 @@ class Picker {
   }
 
   // The warps that pick, for each other.
-  __device__ __forceinline__ void wait_others() const {
-    if constexpr (Shape::kFirstPicker > 0) ptx::named_barrier(1, Shape::kStratum);
-    else c_.sync();
-  }
+  __device__ __forceinline__ void wait_others() const { ptx::named_barrier(1, 32 * Shape::kPickers); }
 
  private:
   static __device__ __forceinline__ float octet_sum(float score) {

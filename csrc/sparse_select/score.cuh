@@ -9,59 +9,37 @@
 
 namespace bicl::sparse {
 
-// Of all but the rows of centroids 2 t and 2 t + 1 of a page, t = lane % 4; the last lanes have none where there are few.
-struct Remainder {
-  uint2 affine;     // a and b of each
-  uint32_t facts;   // keys of each, and their spread
-};
-
 // A warp's octets, one after the other; page_at(octet, place): where its page `place` stands in the sequence, -1: there is
 // none. kPlain: a group of at most four query heads, and rows of at most 128 elements.
-template <int kCentroids, bool kPlain, typename Context, typename PageAt>
+template <bool kPlain, typename Context, typename PageAt>
 class Scorer {
+  using Shape = typename Context::Shape;
+  static constexpr int kCentroids = Shape::kCentroids, kDepth = Shape::kDepth;
+
  public:
-  // before: octets that the warp's ring has seen.
-  __device__ __forceinline__ Scorer(const Context& c, int octets, const PageAt& page_at, int before = 0)
-      : c_(c), octets_(octets), before_(before), page_at_(page_at), rows_(c) {}
+  __device__ __forceinline__ Scorer(const Context& c, int octets, const PageAt& page_at)
+      : c_(c), octets_(octets), page_at_(page_at), rows_(c) {}
 
-  // Once, before anything is scored; prepare() has everybody see it.
-  static __device__ __forceinline__ void start(const Context& c) { RowRing<kCentroids, Context>(c).start(); }
-
-  // All warps call begin() and load(0), then prepare(); score() is of what was loaded last. All that needs no query is done
-  // ahead of it: a warp alone takes long for few instructions.
+  // All warps call begin(), then prepare(); score() is of what was loaded last. All that needs no query is done ahead of
+  // it: a warp alone takes long for few instructions.
   __device__ __forceinline__ void begin() {
     const auto* weights = reinterpret_cast<const float4*>(c_.p.weights) + 2 * c_.lane;
     if (c_.lane * 8 < c_.p.head_dim) weights_[0] = __ldg(weights), weights_[1] = __ldg(weights + 1);
     entries_ = {entry_at(0), entry_at(kEntryOctets), 0};
-    // Further rows stay behind the queries: memory that is busy with them answers after microseconds.
-    if (rows_.ahead() > 0) ask(0);
-    next_ = load_part(0);
+    ask(0);
+    rows_.template wait<0>();
+    take(0);
   }
-  __device__ __forceinline__ void load(int octet) {
-    if (octet >= octets_) return;
-    if (octet == entries_.first + kEntryOctets) entries_ = {entries_.next, entry_at(octet + kEntryOctets), octet};
-    const Part part = next_;
-    next_ = load_part(octet + 1);
-    record_ = part.record;
-    facts_ = {part.remainder.affine,
-              halves_of(__log2f(static_cast<float>(part.remainder.facts & 0xff)),
-                        __log2f(static_cast<float>(part.remainder.facts >> 16 & 0xff))),
-              part.remainder.facts & 0xff00ff00u};  // an e5m2 is the upper byte of a half
-    rows_.wait(before_ + octet);
-    if (steps() == 1) rows_.load(pieces_, before_ + octet, 0, record_);
-  }
-  // Asks for the rows to come, when an octet has been scored.
-  __device__ __forceinline__ void refill(int octet) const {
-#pragma unroll 1
-    for (int next = octet == 0 ? 1 : octet + rows_.ahead(); next <= octet + rows_.ahead(); ++next) ask(next);
-  }
-  // The queries, which the kernel ahead makes, for all to multiply with.
-  __device__ __forceinline__ void prepare() {
+  // The queries, which the kernel ahead makes, for all to multiply with. Further rows stay behind them: memory that is
+  // busy with those answers after microseconds.
+  __device__ __forceinline__ void prepare() const {
     if (c_.p.pdl) ptx::grid_dependency_wait();
     put_queries();
-    c_.sync();
+    __syncthreads();
+#pragma unroll 1
+    for (int octet = 1; octet < kDepth; ++octet) ask(octet);
   }
-  // put(query head, place, page or -1, score in bits) by all lanes.
+  // put(query head, place, score in bits) by all lanes.
   template <typename Put>
   __device__ __forceinline__ void score(int octet, const Put& put) {
 #pragma unroll 1
@@ -69,33 +47,35 @@ class Scorer {
       int acc[kCentroids / 2][4] = {};
 #pragma unroll 1
       for (int step = 0; step < steps(); ++step) {
-        if (steps() > 1) rows_.load(pieces_, before_ + octet, step, record_);
+        if (steps() > 1) rows_.load(pieces_, octet, step);
         multiply(acc, pieces_, c_.shared.vectors + (block * steps() + step) * 64, c_.lane);
       }
-      const int query_head = block * 4 + c_.lane % 4, place = c_.lane / 4;
-      put(query_head, place, page_at_(octet, place), score_of(acc, query_head));
+      const int query_head = block * 4 + c_.lane % 4;
+      put(query_head, c_.lane / 4, score_of(acc, query_head));
     }
+  }
+  // When an octet has been scored, on to the next.
+  __device__ __forceinline__ void move_on(int octet) {
+    if (octet + 1 == entries_.first + kEntryOctets)
+      entries_ = {entries_.next, entry_at(octet + 1 + kEntryOctets), octet + 1};
+    __syncwarp();  // all lanes have read its stage
+    ask(octet + kDepth);
+    rows_.template wait<kDepth - 1>();
+    take(octet + 1);
   }
 
  private:
   static constexpr int kEntryOctets = 32 / kOctet;  // whose entries a warp reads at once
+  static_assert(kDepth <= kEntryOctets, "ids are known that far ahead");
 
   __device__ __forceinline__ int blocks() const { return kPlain ? 1 : c_.k.blocks; }
-  __device__ __forceinline__ int steps() const {
-    return kPlain || Context::Shape::kOneStep ? 1 : c_.k.steps;
-  }
+  __device__ __forceinline__ int steps() const { return kPlain ? 1 : c_.k.steps; }
 
   // Of the page table: of the kEntryOctets octets that are under way and of those behind them; -1 where there is nothing to
   // score.
   struct Entries {
     int32_t now, next;
     int first;  // of those under way
-  };
-
-  // What belongs to page lane / 4 of an octet, but for its rows.
-  struct Part {
-    const uint8_t* record;  // null: nothing to score
-    Remainder remainder;
   };
 
   // The lane's of kEntryOctets octets.
@@ -110,73 +90,41 @@ class Scorer {
     return __shfl_sync(~0u, own, octet % kEntryOctets * kOctet + place);
   }
   __device__ __forceinline__ void ask(int octet) const {
-    if (octet >= octets_) return;
-    const int32_t id = id_of(octet, c_.lane % kOctet);
-    rows_.ask(before_ + octet, id);
-    // The rest follows an octet ahead, which is less than memory takes.
-    if (c_.lane < 2 * kOctet && id >= 0)
-      ptx::prefetch(c_.lane < kOctet ? affine_of(record_of(id)) : facts_of(record_of(id)));
+    rows_.ask(octet, [&](int place) { return id_of(octet, place); });
   }
-  __device__ __forceinline__ Part load_part(int octet) const {
-    const int32_t id = id_of(octet, c_.lane / 4);
-    const uint8_t* record = id < 0 ? nullptr : record_of(id);
-    return {record, load_remainder(record)};
-  }
-
-  // A page's part of the index, and where what belongs to its rows begins there, of this KV head.
-  __device__ __forceinline__ const uint8_t* record_of(int32_t id) const {
-    return c_.p.index.records + id * c_.p.index.record_bytes;
-  }
-  __device__ __forceinline__ const uint8_t* affine_of(const uint8_t* record) const {
-    return record + c_.p.num_kv_heads * kCentroids * c_.p.index.row_bytes + c_.head * kCentroids * 4;
-  }
-  __device__ __forceinline__ const uint8_t* facts_of(const uint8_t* record) const {
-    return record + c_.p.num_kv_heads * kCentroids * (c_.p.index.row_bytes + 4) + c_.head * kCentroids * 2;
-  }
-
-  __device__ __forceinline__ Remainder load_remainder(const uint8_t* record) const {
-    const int own = c_.lane % 4 * 2;
-    if (record == nullptr || own >= kCentroids) return {};
-    return {__ldg(reinterpret_cast<const uint2*>(affine_of(record) + own * 4)),
-            __ldg(reinterpret_cast<const uint32_t*>(facts_of(record) + own * 2))};
-  }
-
-  static __device__ __forceinline__ float2 halves(uint32_t pair) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  }
-
-  static __device__ __forceinline__ uint32_t halves_of(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
+  // From the ring to the lanes; longer rows are read a step at a time.
+  __device__ __forceinline__ void take(int octet) {
+    if (steps() == 1) rows_.load(pieces_, octet, 0);
+    rows_.load(facts_, octet);
   }
 
   // Of the lane's page and query head: log-sum-exp over the page's centroids, in bits.
   __device__ __forceinline__ float score_of(const int (&acc)[kCentroids / 2][4], int query_head) const {
     const float4 query = c_.shared.scales[query_head];
+    const auto* affine = reinterpret_cast<const __half2*>(facts_.affine);
     float values[kCentroids], most = kLeast, sum = 0.f;
 #pragma unroll
-    for (int pair = 0; pair < kCentroids / 2; ++pair) {
-      const int from = c_.lane / 4 * 4 + pair;
-      const float2 first = halves(__shfl_sync(~0u, facts_.affine.x, from));
-      const float2 second = halves(__shfl_sync(~0u, facts_.affine.y, from));
-      const float2 size = halves(__shfl_sync(~0u, facts_.sizes, from));
-      const float2 spread = halves(__shfl_sync(~0u, facts_.spreads, from));
-      const int (&product)[4] = acc[pair];
-      values[2 * pair] = fmaf(query.x * first.x, static_cast<float>(kQueryStep * product[0] + product[1]),
-                              fmaf(query.y, first.y, fmaf(query.z, spread.x, size.x)));
-      values[2 * pair + 1] = fmaf(query.x * second.x, static_cast<float>(kQueryStep * product[2] + product[3]),
-                                  fmaf(query.y, second.y, fmaf(query.z, spread.y, size.y)));
-      most = fmaxf(most, fmaxf(values[2 * pair], values[2 * pair + 1]));
+    for (int c = 0; c < kCentroids; ++c) {
+      const int* product = acc[c / 2] + c % 2 * 2;
+      const float2 ab = __half22float2(affine[c]);
+      // An e5m2 is the upper byte of a half.
+      const uint32_t spread = c % 2 ? facts_.facts[c / 2] >> 16 & 0xff00 : facts_.facts[c / 2] & 0xff00;
+      values[c] = fmaf(query.x * ab.x, static_cast<float>(kQueryStep * product[0] + product[1]),
+                       fmaf(query.y, ab.y, query.z * __half2float(__ushort_as_half(static_cast<uint16_t>(spread)))));
+      most = fmaxf(most, values[c]);
     }
 #pragma unroll
-    for (int c = 0; c < kCentroids; ++c) sum += ptx::exp2_approx(values[c] - most);
+    for (int c = 0; c < kCentroids; ++c) {
+      const uint32_t keys = facts_.facts[c / 2] >> c % 2 * 16 & 0xff;
+      sum = fmaf(static_cast<float>(keys), ptx::exp2_approx(values[c] - most), sum);
+    }
     return most + __log2f(sum);
   }
 
   // The queries of the group, weighted and turned, as integers of 15 bits in two columns, for multiply(). A warp a head,
   // a lane the eight elements of a word.
   __device__ __forceinline__ void put_queries() const {
-    const int words = c_.p.index.row_bytes / 4, warps = Context::Shape::kThreads / 32;
+    const int words = c_.p.index.row_bytes / 4, warps = Shape::kThreads / 32;
 #pragma unroll 1
     for (int query_head = c_.warp; query_head < c_.k.group; query_head += warps) {
       float values[8] = {};
@@ -232,19 +180,14 @@ class Scorer {
   }
 
   const Context& c_;
-  const int octets_, before_;
+  const int octets_;
   const PageAt& page_at_;
-  const RowRing<kCentroids, Context> rows_;
+  const RowRing<Context> rows_;
   Entries entries_;
-  Part next_;
   float4 weights_[2];
-  // Of the octet that was loaded last: of the lane's pair of centroids, as in Remainder, but in halves.
-  const uint8_t* record_;
+  // Of the octet that was taken last, and of page lane / 4.
   PagePieces<kCentroids> pieces_;
-  struct {
-    uint2 affine;
-    uint32_t sizes, spreads;
-  } facts_;
+  RowFacts<kCentroids> facts_;
 };
 
 }  // namespace bicl::sparse

@@ -45,14 +45,13 @@ class TilesCta {
       return page < c_.row.end ? page : -1;
     };
     const int octets = max(0, c_.row.end - base + step - 1) / step;
-    Scorer<kCentroids, kPlain, Context, decltype(page_at)> scorer(c_, octets, page_at);
-    scorer.start(c_);
+    Scorer<kPlain, Context, decltype(page_at)> scorer(c_, octets, page_at);
     scorer.begin();
-    scorer.load(0);
     scorer.prepare();
 #pragma unroll 1
-    for (int octet = 0; octet < octets; scorer.refill(octet), scorer.load(++octet))
-      scorer.score(octet, [&](int query_head, int, int page, float score) {
+    for (int octet = 0; octet < octets; scorer.move_on(octet++))
+      scorer.score(octet, [&](int query_head, int place, float score) {
+        const int page = page_at(octet, place);
         if (query_head < c_.k.group && page >= 0)
           c_.p.scores[c_.row_offset() * c_.k.group + static_cast<int64_t>(query_head) * c_.p.max_pages + page] =
               score / kLog2e;
@@ -77,26 +76,24 @@ class TilesCta {
       return row.page(c_.rank + turn * c_.splits(), kOctet * (c_.warp + Shape::kScorers * part) + place);
     };
     const int octets = picking < 0 ? turns * Shape::kTurnOctets : picking == 0 ? (row.begin + kOctet - 1) / kOctet : 0;
-    Scorer<kCentroids, kPlain, Context, decltype(page_at)> scorer(c_, octets, page_at);
+    Scorer<kPlain, Context, decltype(page_at)> scorer(c_, octets, page_at);
     const Picker<Context> picker(c_);
     init_barriers();  // prepare() has everybody see them
-    if (picking <= 0) scorer.start(c_);
     if (picking == 0) picker.clear_firsts();
     scorer.begin();
-    scorer.load(0);
     scorer.prepare();
 #pragma unroll 1
     for (int octet = 0; octet < octets; ++octet) {
-      const int turn = octet / Shape::kTurnOctets, part = octet % Shape::kTurnOctets;
-      if (picking < 0 && part == 0) ptx::mbarrier_wait(barrier(c_.shared.free, turn), (turn >> 1 & 1) ^ 1);
-      scorer.score(octet, [&](int query_head, int place, int page, float score) {
-        const float own = page < 0 ? -INFINITY : score;
-        if (picking < 0) picker.put(turn, c_.warp + Shape::kScorers * part, query_head, place, own);
+      const int turn = octet / Shape::kTurnOctets, part = c_.warp + octet % Shape::kTurnOctets * Shape::kScorers;
+      if (picking < 0 && part == c_.warp) ptx::mbarrier_wait(barrier(c_.shared.free, turn), (turn >> 1 & 1) ^ 1);
+      const int pages = picking < 0 ? row.size(c_.rank + turn * c_.splits()) - kOctet * part : row.begin - kOctet * octet;
+      scorer.score(octet, [&](int query_head, int place, float score) {
+        const float own = place < pages ? score : -INFINITY;
+        if (picking < 0) picker.put(turn, part, query_head, place, own);
         else picker.put_firsts(query_head, place, own);
       });
-      if (picking < 0 && part == Shape::kTurnOctets - 1) arrive(c_.shared.full, turn);
-      scorer.refill(octet);
-      scorer.load(octet + 1);
+      if (picking < 0 && octet % Shape::kTurnOctets == Shape::kTurnOctets - 1) arrive(c_.shared.full, turn);
+      scorer.move_on(octet);
     }
     if (c_.rank == 0) put_ends();
     if (picking < 0) return;

@@ -17,35 +17,19 @@ constexpr int kPieceBytes = 16;  // of a row of the index: 32 elements
 
 // A warp scores eight pages at a time.
 constexpr int kOctet = 8;
-constexpr int kMaxStages = 8;
 
-// Who does what, and how many pages compete with each other, in whose index a page has so many centroids. Where a CTA only
-// chooses, eight warps score a stratum and one for each 32 of its pages picks.
-template <int kCentroids, Work kWork>
+// Who does what, and how many pages compete with each other, in whose index a page has so many centroids. Where pages are
+// chosen eight warps score a stratum, and one for each 32 of its pages picks.
+template <int kCentroids_, Work kWork>
 struct TilesShape {
+  static constexpr int kCentroids = kCentroids_;
   static constexpr bool kChooses = kWork == Work::kChoose;
   static constexpr int kStratum = kStratumTokens / (kCentroids * kCentroidTokens);
   static constexpr int kScorers = kChooses ? 8 : 16;
-  static constexpr int kFirstPicker = kScorers;
-  static constexpr int kThreads = 32 * (kScorers + (kChooses ? kStratum / 32 : 0));
+  static constexpr int kPickers = kChooses ? kStratum / 32 : 0;
+  static constexpr int kThreads = 32 * (kScorers + kPickers);
   static constexpr int kTurnOctets = kStratum / (kScorers * kOctet);  // of a warp, in a stratum
-  static constexpr int kDepth = 0;       // of a warp's ring of octets: as the launch says
-  static constexpr bool kOneStep = false;  // rows are of any length
-  static constexpr int kBarrier = 0;     // of all its threads
-};
-
-// In a CTA that attends to what it chooses: four warps do both. Rows have 128 elements at most.
-template <int kCentroids>
-struct ShareShape {
-  static constexpr bool kChooses = true;
-  static constexpr int kStratum = kStratumTokens / (kCentroids * kCentroidTokens);
-  static constexpr int kScorers = 4;
-  static constexpr int kFirstPicker = 0;
-  static constexpr int kThreads = 32 * kScorers;
-  static constexpr int kTurnOctets = kStratum / (kScorers * kOctet);
-  static constexpr int kDepth = kTurnOctets + 1;  // a stratum's, and the first pages'
-  static constexpr bool kOneStep = true;
-  static constexpr int kBarrier = 4;
+  static constexpr int kDepth = 16 / kCentroids;                      // of a warp's ring of octets
 };
 
 // Over the lanes that differ in bits from `least` up to `most`.
@@ -68,16 +52,8 @@ struct TilesKernelParams {
   int blocks;      // of 4 query heads
   int steps;       // of 4 pieces, in a row of the index
   int page_log2;   // of tokens a page
-  int stages_log2; // of a warp's ring of octets; -1: the card has no copy engine
   int page_stride; // of a page in the ring
   TilesParams p;
-
-  // Of a warp's ring.
-  template <typename Shape>
-  __host__ __device__ int ring_bytes() const {
-    if (Shape::kDepth > 0) return page_stride * kOctet * Shape::kDepth;
-    return stages_log2 < 0 ? 0 : page_stride * kOctet << stages_log2;
-  }
 };
 
 // What follows from the index and the heads.
@@ -87,8 +63,8 @@ inline void set_shape(TilesKernelParams& k) {
   k.steps = (k.p.index.row_bytes + 4 * kPieceBytes - 1) / (4 * kPieceBytes);
   k.heads = FastDiv(k.p.num_kv_heads);
   k.page_log2 = k.p.page_size == 64 ? 6 : 5;
-  // Four pages of the ring lie in all banks.
-  const int chunks = k.p.index.centroids * k.p.index.row_bytes / kPieceBytes;
+  // Behind the rows three more chunks; two pages of the ring lie in all banks.
+  const int chunks = k.p.index.centroids * k.p.index.row_bytes / kPieceBytes + 3;
   k.page_stride = (chunks + (12 - chunks % 8) % 8) * kPieceBytes;
 }
 
@@ -97,36 +73,32 @@ template <typename Shape>
 struct TilesShared {
   static constexpr int kOctets = Shape::kStratum / kOctet;
   static constexpr int kScoreStride = Shape::kStratum + 8;  // four heads' octets lie in all banks
-  // Also one for the sequence's first pages, if other warps pick.
-  static constexpr int kRings = Shape::kScorers + (Shape::kChooses && Shape::kFirstPicker > 0 ? 1 : 0);
-  static constexpr int kKeys = Shape::kStratum > Shape::kThreads ? Shape::kStratum : Shape::kThreads;  // of a buffer
+  static constexpr int kRings = Shape::kScorers + (Shape::kChooses ? 1 : 0);  // one for the sequence's first pages
 
-  char* ring;          // [kRings][stage][kOctet][page_stride], rows of the index
-  uint64_t* barriers;  // [warp][kMaxStages], of the rings
+  char* ring;          // [kRings][kDepth][kOctet][page_stride], of the index
   uint64_t* full;      // [2]: a buffer's scores are there
   uint64_t* free;      // [2]: they have been read
   uint4* vectors;      // [blocks][steps][2][lane], the queries
   float4* scales;      // [4 blocks], of the queries' products; sum of their elements; half their squared length; nothing
-  uint4* all_keys;     // [2][kKeys] of four bytes
+  uint4* all_keys;     // [2][stratum] of four bytes
   float* scores;       // [2][group][kScoreStride]
   float* sums;         // [2][group][kOctets]: of each octet, as a logarithm
   float* firsts;       // [group]: the same of the first pages
 
   static int bytes(const TilesKernelParams& k) {
-    int bytes = kRings * k.template ring_bytes<Shape>() + Shape::kThreads / 32 * kMaxStages * 8 + 4 * 8 +
+    int bytes = kRings * Shape::kDepth * kOctet * k.page_stride + 4 * 8 +
                 (k.blocks * k.steps * 64 + 4 * k.blocks) * 16;
-    if (Shape::kChooses) bytes += 2 * kKeys * 4 + k.group * (2 * (kScoreStride + kOctets) + 1) * 4;
+    if (Shape::kChooses) bytes += 2 * Shape::kStratum * 4 + k.group * (2 * (kScoreStride + kOctets) + 1) * 4;
     return bytes;
   }
   __device__ __forceinline__ TilesShared(char* base, const TilesKernelParams& k) {
     ring = base;
-    barriers = reinterpret_cast<uint64_t*>(ring + kRings * k.template ring_bytes<Shape>());
-    full = barriers + Shape::kThreads / 32 * kMaxStages;
+    full = reinterpret_cast<uint64_t*>(ring + kRings * Shape::kDepth * kOctet * k.page_stride);
     free = full + 2;
     vectors = reinterpret_cast<uint4*>(free + 2);
     scales = reinterpret_cast<float4*>(vectors + k.blocks * k.steps * 64);
     all_keys = reinterpret_cast<uint4*>(scales + 4 * k.blocks);
-    scores = reinterpret_cast<float*>(all_keys + 2 * kKeys / 4);
+    scores = reinterpret_cast<float*>(all_keys + 2 * Shape::kStratum / 4);
     sums = scores + 2 * k.group * kScoreStride;
     firsts = sums + 2 * k.group * kOctets;
   }
@@ -138,7 +110,8 @@ struct TilesRow {
   int keep = 0, need = 0;
   int begin = 0, end = 0;  // the pages that compete; those from `end` on have no index yet, or one just being written
   int strata = 1;
-  int each = 0, more = 0;  // pages that every stratum takes, and how many strata take one more
+  int least = 0, larger = 0;  // pages of every stratum, and how many strata have one more
+  int each = 0, more = 0;     // pages that every stratum takes, and how many strata take one more
 
   // A stratum has one page of every `strata` in a row, not always the same one, since texts repeat at equal distances.
   // Where its page `place` stands; -1: it has fewer.
@@ -152,7 +125,8 @@ struct TilesRow {
     return first + offset < end ? first + offset : -1;
   }
 
-  // Pages that a stratum takes, and how many those before it take.
+  // Pages of a stratum, those that it takes, and how many those before it take.
+  __device__ __forceinline__ int size(int stratum) const { return least + (stratum < larger ? 1 : 0); }
   __device__ __forceinline__ int quota(int stratum) const { return each + (stratum < more ? 1 : 0); }
   __device__ __forceinline__ int before(int stratum) const { return stratum * each + min(stratum, more); }
 };
@@ -170,6 +144,8 @@ __device__ __forceinline__ TilesRow tiles_row(int tokens, float sparsity, const 
   row.keep = sparsity > 0.f ? min(kept, row.count) : row.count;
   row.need = row.keep - (row.count - (row.end - row.begin));
   row.strata = max(1, (row.end - row.begin + stratum - 1) / stratum);
+  row.least = (row.end - row.begin) / row.strata;
+  row.larger = (row.end - row.begin) % row.strata;
   row.each = row.need / row.strata;
   row.more = row.need % row.strata;
   return row;
@@ -183,30 +159,20 @@ struct TilesContext {
   const TilesParams& p;
   const TilesShared<Shape> shared;
   const int warp, lane;
-  int sequence = 0, head = 0;
-  int rank = 0;  // among the CTAs of the row
+  int sequence, head;
+  int rank;  // among the CTAs of the row
   TilesRow row;
 
-  // A CTA that only chooses or scores.
   __device__ __forceinline__ TilesContext(const TilesKernelParams& k, char* base)
-      : TilesContext(k, base, threadIdx.x / 32) {
+      : k(k), p(k.p), shared(base, k), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
     uint32_t own_head, own_rank;
     const uint32_t pair = k.splits.divide(blockIdx.x, own_rank);
     sequence = k.heads.divide(pair, own_head);
     head = own_head;
     rank = own_rank;
   }
-  __device__ __forceinline__ TilesContext(const TilesKernelParams& k, char* base, int warp)
-      : k(k), p(k.p), shared(base, k), warp(warp), lane(threadIdx.x % 32) {}
-
   // Which of the warps that pick it is; negative: one that scores.
-  __device__ __forceinline__ int picker() const { return warp - Shape::kFirstPicker; }
-  // Its own number among the threads.
-  __device__ __forceinline__ int thread() const { return 32 * warp + lane; }
-  __device__ __forceinline__ void sync() const {
-    if constexpr (Shape::kBarrier > 0) ptx::named_barrier(Shape::kBarrier, Shape::kThreads);
-    else __syncthreads();
-  }
+  __device__ __forceinline__ int picker() const { return warp - Shape::kScorers; }
   __device__ __forceinline__ int splits() const { return static_cast<int>(k.splits.divisor); }
   __device__ __forceinline__ const int32_t* table() const {
     return p.sequences.page_table + sequence * p.sequences.page_table_stride;
@@ -217,7 +183,7 @@ struct TilesContext {
   }
   // A stratum's keys, in the buffer of an odd or an even number.
   __device__ __forceinline__ uint4* keys(int number) const {
-    return shared.all_keys + (number & 1) * (shared.kKeys / 4);
+    return shared.all_keys + (number & 1) * (Shape::kStratum / 4);
   }
   // A query head's scores of a stratum, in such a buffer, and the sums of its octets.
   __device__ __forceinline__ float* scores(int number, int query_head) const {
