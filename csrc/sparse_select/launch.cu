@@ -40,8 +40,9 @@ void run(const TilesParams& p, int device, cudaStream_t stream) {
   k.p = p;
   k.p.pdl = p.pdl && info.major >= 9;
   set_shape(k);
-  const bool plain = k.blocks == 1 && k.steps == 1;
-  const KernelRef kernel = plain ? kernel_ref<tiles_kernel<kCentroids, kWork, true>>()
+  // With eight centroids the plain form finds no registers.
+  const bool plain = kCentroids == 4 && k.blocks == 1 && k.steps == 1;
+  const KernelRef kernel = plain ? kernel_ref<tiles_kernel<kCentroids, kWork, kCentroids == 4>>()
                                  : kernel_ref<tiles_kernel<kCentroids, kWork, false>>();
   LaunchConfig config;
   config.pdl = k.p.pdl;

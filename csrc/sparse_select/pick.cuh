@@ -1,5 +1,4 @@
-// The pages that one stratum takes, by a warp for 32 of them: what the query heads of the group agree on, and the best by
-// that.
+// The pages that one stratum takes, by one warp: what the query heads of the group agree on, and the best by that.
 #pragma once
 
 #include "tiles_cta.cuh"
@@ -16,6 +15,7 @@ __device__ __forceinline__ uint32_t key_of(float score) {
 template <typename Context>
 class Picker {
   using Shape = typename Context::Shape;
+  static constexpr int kPerLane = Shape::kStratum / 32;  // pages of a stratum: lane, lane + 32, ..
 
  public:
   __device__ __forceinline__ explicit Picker(const Context& c) : c_(c) {}
@@ -42,43 +42,64 @@ class Picker {
     __syncwarp();
   }
 
-  // The lane's page of a stratum, asked for before scores are there.
-  struct Candidate {
-    int stratum, place;
-    int position;  // -1: none
-    int32_t page;
+  // The lane's pages of a stratum, asked for before scores are there.
+  struct Candidates {
+    int position[kPerLane];  // -1: none
+    int32_t page[kPerLane];
   };
-  __device__ __forceinline__ Candidate candidate(int stratum) const {
-    const int place = 32 * c_.picker() + c_.lane, position = c_.row.page(stratum, place);
-    return {stratum, place, position, position < 0 ? 0 : c_.table()[position]};
-  }
-
-  // put(number, position, page) if it is among the `quota` best, numbered from the best on. All warps that pick.
-  template <typename Put>
-  __device__ __forceinline__ void pick(int buffer, const Candidate& own, int quota, const Put& put) const {
-    const float score = agreed(buffer, own.place);  // by all lanes
-    const uint32_t key = own.position < 0 ? 0 : key_of(score);
-    uint4* fours = c_.keys(buffer);
-    reinterpret_cast<uint32_t*>(fours)[own.place] = key;
-    wait_others();
-    int rank = 0;
-#pragma unroll 1
-    for (int warp = 0; warp < Shape::kPickers; ++warp) {
-      // Of equal ones the earlier comes first. Without a branch: lanes would take it apart.
-      const int before = warp < c_.picker() ? 32 : warp > c_.picker() ? 0 : c_.lane;
+  __device__ __forceinline__ Candidates candidates(int stratum) const {
+    Candidates own;
 #pragma unroll
-      for (int four = 0; four < 8; ++four) {
-        const uint4 keys = fours[8 * warp + four];
-        const uint32_t others[4] = {keys.x, keys.y, keys.z, keys.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) rank += others[i] >= key + (4 * four + i < before ? 0 : 1);
-      }
+    for (int i = 0; i < kPerLane; ++i) {
+      own.position[i] = c_.row.page(stratum, c_.lane + 32 * i);
+      own.page[i] = own.position[i] < 0 ? 0 : c_.table()[own.position[i]];
     }
-    if (own.position >= 0 && rank < quota) put(rank, own.position, own.page);
+    return own;
   }
 
-  // The warps that pick, for each other.
-  __device__ __forceinline__ void wait_others() const { ptx::named_barrier(1, 32 * Shape::kPickers); }
+  // put(number, position, page) for the `quota` best, numbered from 0 by position.
+  template <typename Put>
+  __device__ __forceinline__ void pick(int buffer, const Candidates& own, int quota, const Put& put) const {
+    if (quota == 0) return;
+    float score[kPerLane];
+    agree(buffer, score);
+    uint32_t key[kPerLane], least = ~0u, most = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      key[i] = own.position[i] < 0 ? 0 : key_of(score[i]);
+      if (own.position[i] >= 0) least = min(least, key[i]);
+      most = max(most, key[i]);
+    }
+    // The greatest key that as many reach as are taken, or more; below it more still, above it fewer.
+    least = __reduce_min_sync(~0u, least);
+    most = __reduce_max_sync(~0u, most) + 1;
+    int reached = -1;
+#pragma unroll 1
+    while (most - least > 1 && reached != quota) {
+      const uint32_t middle = least + (most - least) / 2;
+      int count = 0;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) count += __popc(__ballot_sync(~0u, key[i] >= middle));
+      if (count < quota) most = middle;
+      else least = middle, reached = count;
+    }
+    int equal = quota;  // that are taken
+    if (reached != quota) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) equal -= __popc(__ballot_sync(~0u, key[i] > least));
+    }
+    const uint32_t lower_lanes = (1u << c_.lane) - 1;
+    int number = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const uint32_t equals = __ballot_sync(~0u, key[i] == least);
+      const bool is_taken = key[i] > least || (key[i] == least && __popc(equals & lower_lanes) < equal);
+      equal -= __popc(equals);
+      const uint32_t taken = __ballot_sync(~0u, is_taken);
+      if (is_taken) put(number + __popc(taken & lower_lanes), own.position[i], own.page[i]);
+      number += __popc(taken);
+    }
+  }
 
  private:
   static __device__ __forceinline__ float octet_sum(float score) {
@@ -88,29 +109,26 @@ class Picker {
 
   // Of the heads: their greatest score, their sum, or the sum of their softmaxes over the stratum and the first pages, so
   // that a head that looks at little else has little to say.
-  __device__ __forceinline__ float agreed(int buffer, int place) const {
+  __device__ __forceinline__ void agree(int buffer, float (&all)[kPerLane]) const {
     const Combine combine = c_.p.combine;
     const int group = c_.k.group;
-    float all = combine == Combine::kMax ? -INFINITY : 0.f;
-    if (combine != Combine::kSoftmax) {
-#pragma unroll 1
-      for (int head = 0; head < group; ++head) {
-        const float score = c_.scores(buffer, head)[place];
-        all = combine == Combine::kMax ? fmaxf(all, score) : all + score;
-      }
-      return all;
-    }
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) all[i] = combine == Combine::kMax ? -INFINITY : 0.f;
 #pragma unroll 1
     for (int first = 0; first < group; first += 4) {
-      const float total = total_of(buffer, first + c_.lane / 8);
+      const float total = combine == Combine::kSoftmax ? total_of(buffer, first + c_.lane / 8) : 0.f;
+#pragma unroll 1
+      for (int head = first; head < min(first + 4, group); ++head) {
+        const float* scores = c_.scores(buffer, head) + c_.lane;
+        const float own_total = __shfl_sync(~0u, total, 8 * (head - first));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float score = c_.scores(buffer, min(first + i, group - 1))[place];
-        const float share = ptx::exp2_approx(score - __shfl_sync(~0u, total, 8 * i));
-        all += first + i < group ? share : 0.f;
+        for (int i = 0; i < kPerLane; ++i) {
+          const float score = scores[32 * i];
+          if (combine == Combine::kMax) all[i] = fmaxf(all[i], score);
+          else all[i] += combine == Combine::kSum ? score : ptx::exp2_approx(score - own_total);
+        }
       }
     }
-    return all;
   }
 
   // The logarithm of a head's sum over the stratum and the first pages, by eight lanes.

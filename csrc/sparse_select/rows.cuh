@@ -22,20 +22,26 @@ class RowRing {
  public:
   __device__ __forceinline__ explicit RowRing(const Context& c)
       : c_(c), chunks_(kCentroids * c.p.index.row_bytes / kPieceBytes),
-        ring_(c.shared.ring + min(c.warp, c.shared.kRings - 1) * c.k.page_stride * kOctet * Shape::kDepth) {}
+        ring_(c.shared.ring + c.warp * c.k.page_stride * kOctet * Shape::kDepth) {}
 
   // id_of(place): page of the octet, -1 where there is none. The octet kDepth earlier must have been used up.
   template <typename IdOf>
   __device__ __forceinline__ void ask(int octet, const IdOf& id_of) const {
-#pragma unroll
-    for (int place = 0; place < kOctet; ++place) {
+    const auto copy = [&](int place, int chunk) {
       const int32_t id = id_of(place);
-      if (id < 0) continue;
-      const uint8_t* rows = record(id) + c_.head * chunks_ * kPieceBytes;
-      const uint32_t target = ptx::smem_address(page(octet, place));
+      if (id >= 0)
+        ptx::cp_async_16(ptx::smem_address(page(octet, place)) + chunk * kPieceBytes,
+                         record(id) + (c_.head * chunks_ + chunk) * kPieceBytes);
+    };
+    if (chunks_ == 32) {
+#pragma unroll
+      for (int place = 0; place < kOctet; ++place) copy(place, c_.lane);
+    } else if (chunks_ == 16) {
+#pragma unroll
+      for (int place = 0; place < kOctet; place += 2) copy(place + c_.lane / 16, c_.lane % 16);
+    } else {
 #pragma unroll 1
-      for (int chunk = c_.lane; chunk < chunks_; chunk += 32)
-        ptx::cp_async_16(target + chunk * kPieceBytes, rows + chunk * kPieceBytes);
+      for (int i = c_.lane; i < kOctet * chunks_; i += 32) copy(i / chunks_, i % chunks_);
     }
     // A lane of each four a chunk of a and b, or of facts.
     const int place = c_.lane / 4, piece = c_.lane % 4;

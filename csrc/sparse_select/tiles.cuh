@@ -1,7 +1,7 @@
 // Which pages a decode step reads: scores of all pages of a (sequence, KV head) against its queries, and the best.
 //
 //   score   each query head's of each page (score.cuh): a warp eight pages
-//   pick    the best of each stratum (pick.cuh): further warps, while the others score the next
+//   pick    the best of each stratum (pick.cuh): another warp, while the others score the next
 //
 // Pages compete in strata of kStratumTokens, which lie all over the sequence, and each stratum takes as many as any other.
 // So nobody waits for the whole sequence: a CTA has strata of its own, and nothing goes from one to another. Everything is
@@ -68,44 +68,44 @@ class TilesCta {
 
   __device__ __forceinline__ void choose() const {
     const TilesRow& row = c_.row;
-    const int picking = c_.picker(), turns = (row.strata - c_.rank + c_.splits() - 1) / c_.splits();
+    const bool picks = c_.picks();
+    const int turns = (row.strata - c_.rank + c_.splits() - 1) / c_.splits();
     const auto page_at = [&](int octet, int place) {
       const int first = kOctet * octet + place;
-      if (picking >= 0) return first < row.begin ? first : -1;
+      if (picks) return first < row.begin ? first : -1;
       const int turn = octet / Shape::kTurnOctets, part = octet % Shape::kTurnOctets;
       return row.page(c_.rank + turn * c_.splits(), kOctet * (c_.warp + Shape::kScorers * part) + place);
     };
-    const int octets = picking < 0 ? turns * Shape::kTurnOctets : picking == 0 ? (row.begin + kOctet - 1) / kOctet : 0;
+    const int octets = picks ? (row.begin + kOctet - 1) / kOctet : turns * Shape::kTurnOctets;
     Scorer<kPlain, Context, decltype(page_at)> scorer(c_, octets, page_at);
     const Picker<Context> picker(c_);
     init_barriers();  // prepare() has everybody see them
-    if (picking == 0) picker.clear_firsts();
+    if (picks) picker.clear_firsts();
     scorer.begin();
     scorer.prepare();
 #pragma unroll 1
     for (int octet = 0; octet < octets; ++octet) {
       const int turn = octet / Shape::kTurnOctets, part = c_.warp + octet % Shape::kTurnOctets * Shape::kScorers;
-      if (picking < 0 && part == c_.warp) ptx::mbarrier_wait(barrier(c_.shared.free, turn), (turn >> 1 & 1) ^ 1);
-      const int pages = picking < 0 ? row.size(c_.rank + turn * c_.splits()) - kOctet * part : row.begin - kOctet * octet;
+      if (!picks && part == c_.warp) ptx::mbarrier_wait(barrier(c_.shared.free, turn), (turn >> 1 & 1) ^ 1);
+      const int pages = picks ? row.begin - kOctet * octet : row.size(c_.rank + turn * c_.splits()) - kOctet * part;
       scorer.score(octet, [&](int query_head, int place, float score) {
         const float own = place < pages ? score : -INFINITY;
-        if (picking < 0) picker.put(turn, part, query_head, place, own);
-        else picker.put_firsts(query_head, place, own);
+        if (picks) picker.put_firsts(query_head, place, own);
+        else picker.put(turn, part, query_head, place, own);
       });
-      if (picking < 0 && octet % Shape::kTurnOctets == Shape::kTurnOctets - 1) arrive(c_.shared.full, turn);
+      if (!picks && octet % Shape::kTurnOctets == Shape::kTurnOctets - 1) arrive(c_.shared.full, turn);
       scorer.move_on(octet);
     }
     if (c_.rank == 0) put_ends();
-    if (picking < 0) return;
-    picker.wait_others();  // the first pages' sums are there
+    if (!picks) return;
+    __syncwarp();  // the first pages' sums are there
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
-      const int stratum = c_.rank + turn * c_.splits();
-      const auto candidate = picker.candidate(stratum);
+      const int stratum = c_.rank + turn * c_.splits(), before = row.begin + row.before(stratum);
+      const auto candidates = picker.candidates(stratum);
       ptx::mbarrier_wait(barrier(c_.shared.full, turn), turn >> 1 & 1);
       if (turn == turns - 1 && lets_attention_in()) ptx::grid_launch_dependents();
-      const int before = row.begin + row.before(stratum);
-      picker.pick(turn, candidate, row.quota(stratum),
+      picker.pick(turn, candidates, row.quota(stratum),
                   [&](int own, int position, int32_t page) { put(before + own, position, page); });
       arrive(c_.shared.free, turn);
     }
@@ -122,7 +122,7 @@ class TilesCta {
   __device__ __forceinline__ void init_barriers() const {
     if (threadIdx.x >= 2) return;
     ptx::mbarrier_init(barrier(c_.shared.full, threadIdx.x), Shape::kScorers);
-    ptx::mbarrier_init(barrier(c_.shared.free, threadIdx.x), Shape::kStratum / 32);
+    ptx::mbarrier_init(barrier(c_.shared.free, threadIdx.x), 1);
   }
 
   // The pages that do not compete.

@@ -19,15 +19,14 @@ constexpr int kPieceBytes = 16;  // of a row of the index: 32 elements
 constexpr int kOctet = 8;
 
 // Who does what, and how many pages compete with each other, in whose index a page has so many centroids. Where pages are
-// chosen eight warps score a stratum, and one for each 32 of its pages picks.
+// chosen eight warps score a stratum, and one picks.
 template <int kCentroids_, Work kWork>
 struct TilesShape {
   static constexpr int kCentroids = kCentroids_;
   static constexpr bool kChooses = kWork == Work::kChoose;
   static constexpr int kStratum = kStratumTokens / (kCentroids * kCentroidTokens);
   static constexpr int kScorers = kChooses ? 8 : 16;
-  static constexpr int kPickers = kChooses ? kStratum / 32 : 0;
-  static constexpr int kThreads = 32 * (kScorers + kPickers);
+  static constexpr int kThreads = 32 * (kScorers + (kChooses ? 1 : 0));
   static constexpr int kTurnOctets = kStratum / (kScorers * kOctet);  // of a warp, in a stratum
   static constexpr int kDepth = 16 / kCentroids;                      // of a warp's ring of octets
 };
@@ -68,19 +67,18 @@ inline void set_shape(TilesKernelParams& k) {
   k.page_stride = (chunks + (12 - chunks % 8) % 8) * kPieceBytes;
 }
 
-// Shared memory. Of scores and keys there are two buffers, for strata in turns.
+// Shared memory. Of scores there are two buffers, for strata in turns.
 template <typename Shape>
 struct TilesShared {
   static constexpr int kOctets = Shape::kStratum / kOctet;
   static constexpr int kScoreStride = Shape::kStratum + 8;  // four heads' octets lie in all banks
-  static constexpr int kRings = Shape::kScorers + (Shape::kChooses ? 1 : 0);  // one for the sequence's first pages
+  static constexpr int kRings = Shape::kThreads / 32;
 
   char* ring;          // [kRings][kDepth][kOctet][page_stride], of the index
   uint64_t* full;      // [2]: a buffer's scores are there
   uint64_t* free;      // [2]: they have been read
   uint4* vectors;      // [blocks][steps][2][lane], the queries
   float4* scales;      // [4 blocks], of the queries' products; sum of their elements; half their squared length; nothing
-  uint4* all_keys;     // [2][stratum] of four bytes
   float* scores;       // [2][group][kScoreStride]
   float* sums;         // [2][group][kOctets]: of each octet, as a logarithm
   float* firsts;       // [group]: the same of the first pages
@@ -88,7 +86,7 @@ struct TilesShared {
   static int bytes(const TilesKernelParams& k) {
     int bytes = kRings * Shape::kDepth * kOctet * k.page_stride + 4 * 8 +
                 (k.blocks * k.steps * 64 + 4 * k.blocks) * 16;
-    if (Shape::kChooses) bytes += 2 * Shape::kStratum * 4 + k.group * (2 * (kScoreStride + kOctets) + 1) * 4;
+    if (Shape::kChooses) bytes += k.group * (2 * (kScoreStride + kOctets) + 1) * 4;
     return bytes;
   }
   __device__ __forceinline__ TilesShared(char* base, const TilesKernelParams& k) {
@@ -97,8 +95,7 @@ struct TilesShared {
     free = full + 2;
     vectors = reinterpret_cast<uint4*>(free + 2);
     scales = reinterpret_cast<float4*>(vectors + k.blocks * k.steps * 64);
-    all_keys = reinterpret_cast<uint4*>(scales + 4 * k.blocks);
-    scores = reinterpret_cast<float*>(all_keys + 2 * Shape::kStratum / 4);
+    scores = reinterpret_cast<float*>(scales + 4 * k.blocks);
     sums = scores + 2 * k.group * kScoreStride;
     firsts = sums + 2 * k.group * kOctets;
   }
@@ -171,8 +168,7 @@ struct TilesContext {
     head = own_head;
     rank = own_rank;
   }
-  // Which of the warps that pick it is; negative: one that scores.
-  __device__ __forceinline__ int picker() const { return warp - Shape::kScorers; }
+  __device__ __forceinline__ bool picks() const { return warp == Shape::kScorers; }
   __device__ __forceinline__ int splits() const { return static_cast<int>(k.splits.divisor); }
   __device__ __forceinline__ const int32_t* table() const {
     return p.sequences.page_table + sequence * p.sequences.page_table_stride;
@@ -181,11 +177,7 @@ struct TilesContext {
   __device__ __forceinline__ int64_t row_offset() const {
     return (static_cast<int64_t>(sequence) * p.num_kv_heads + head) * p.max_pages;
   }
-  // A stratum's keys, in the buffer of an odd or an even number.
-  __device__ __forceinline__ uint4* keys(int number) const {
-    return shared.all_keys + (number & 1) * (Shape::kStratum / 4);
-  }
-  // A query head's scores of a stratum, in such a buffer, and the sums of its octets.
+  // A query head's scores of a stratum, in the buffer of an odd or an even number, and the sums of its octets.
   __device__ __forceinline__ float* scores(int number, int query_head) const {
     return shared.scores + ((number & 1) * k.group + query_head) * shared.kScoreStride;
   }
