@@ -45,6 +45,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_and_store, bicl::rotate_and_store_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate, bicl::rotate_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_store_and_index, bicl::rotate_store_and_index_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(score_tiles, bicl::score_tiles_api);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_tiles, bicl::select_tiles_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(small_copies, bicl::small_copies_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_and_index, bicl::store_and_index_api);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_kv, bicl::store_kv_api);

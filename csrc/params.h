@@ -159,7 +159,7 @@ struct PageIndex {
   // theirs differs from it by.
   uint8_t* records;
   int64_t record_bytes;  // a multiple of 16
-  int centroids;         // 4 or 8: of pages of 32 or 64 tokens
+  int centroids;         // 2, 4 or 8
   int row_bytes;         // half of head_dim rounded up to a multiple of 32
 };
 
@@ -177,14 +177,11 @@ struct SelectionRule {
   int max_k, first, recent, floor;
 };
 
-constexpr int kCentroidTokens = 8;    // for which a centroid stands, on average
-constexpr int kStratumTokens = 4096;  // of pages that compete with each other
-
 // How the query heads of a KV head agree: the greatest score, the sum, or the sum of each head's softmax over the
-// first pages and those that compete.
+// pages that compete.
 enum class Combine : int { kMax, kSum, kSoftmax };
 
-// Scoring or choice: what a step has no use for is null.
+// Scoring, selection, or both: what a step has no use for is null.
 struct TilesParams {
   // What a launch needs first stands first: parameters come from memory a line at a time.
   Sequences sequences;       // page_table [batch][max_pages]
@@ -203,11 +200,12 @@ struct TilesParams {
   const float* weights;      // [head_dim], of the dims of the centroids
   float scale;               // of the attention scores
   Combine combine;
-  float* scores;             // [batch][num_q_heads][max_pages], of scoring
-  int32_t* selected;         // [batch][num_kv_heads][max_pages] page ids: the first, each stratum's, the newest
+  float* scores;             // [batch][num_q_heads][max_pages]: written if scoring alone, read if selecting alone
+  int32_t* selected;         // [batch][num_kv_heads][max_pages] page ids, ascending in position
   int32_t* positions;        // the same shape, where they stand in the sequence; or null
   int32_t* selected_seqlens; // [batch] tokens
   int num_sms;
+  int force_cluster;         // tests and benchmarks: CTAs a (sequence, KV head); 0: by rule
 };
 
 struct RotaryParams {

@@ -66,7 +66,7 @@ RATIOS = (0.3, 0.5, 0.65, 0.8, 0.9)
 LENGTHS = (1024, 2048, 4096, 8000)
 OWN = HySparseConfig.variant
 INDEX_STUDIES = (
-    *(f"{OWN}-{how}" for how in ("global", "flat", "unturned", "2", "4", "8", "16")),
+    *(f"{OWN}-{how}" for how in ("flat", "unturned", "2", "4", "8", "16")),
     "bounds-16",
     "oracle-token",
 )
@@ -74,7 +74,7 @@ INDEX_STUDIES = (
 STUDY = (
     *(f"bench.hysparse.{name}" for name in ("arena", "decoding", "measures", "presses", "tasks")),
     *(f"bicl.sparse.{name}" for name in ("policy", "selection", "sgm", "variants")),
-    *("bicl.ops.cpu.select_tiles", "bicl.ops.cpu.sparse"),
+    "bicl.ops.cpu.sparse",
     "bicl.frontends.transformers.rows",
 )
 """The modules that decide what a context gives."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from bench.hysparse.tasks import make_samples
 from bench.hysparse.texts import read_from, read_kind
 from bench.record import machine, save
 from bicl.frontends.transformers.recording import record_attention
-from bicl.sparse.config import STRATUM_TOKENS, HySparseConfig
+from bicl.sparse.config import HySparseConfig
 from bicl.sparse.fit import Recording
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import PAGE_GATES, SpatialGate
@@ -41,18 +41,12 @@ RATIO, ROWS, TASKS = 0.65, 96, ("needle", "multikey", "variables", "recite")
 
 @dataclass(frozen=True)
 class Index:
-    """``record``: bytes that a page of 64 keys and a KV head takes, for each dimension of a head,
-    and further ones. ``stratum``: most tokens whose pages compete with each other."""
+    """``record``: bytes that a page of 64 keys and a KV head takes, of a head_dim."""
 
     variant: str
     title: str
     record: tuple[float, float]
-    stratum: int = STRATUM_TOKENS
-
-    @property
-    def name(self) -> str:
-        served = self.stratum == STRATUM_TOKENS
-        return self.variant if served else f"{self.variant} strata-{self.stratum}"
+    """Bytes for each dimension, and further ones."""
 
     def share(self, head_dim: int) -> float | None:
         """Of the page's keys and values in 16 bits; None: the keys themselves are read."""
@@ -66,9 +60,6 @@ INDEXES = (
     Index("centroids-16", "16 centroids, 4 bits", (8, 96)),
     Index("centroids-8", "8 centroids, e4m3", (8, 16)),
     Index("centroids", "8 centroids, 4 bits", (4, 48)),
-    Index("centroids-global", "the same, all pages compared", (4, 48)),
-    Index("centroids", "the same, strata of 2,048 tokens", (4, 48), 2048),
-    Index("centroids", "the same, strata of 1,024 tokens", (4, 48), 1024),
     Index("centroids-unturned", "the same, rounded unturned", (4, 48)),
     Index("centroids-flat", "the same without their spread", (4, 40)),
     Index("centroids-4", "4 centroids, e4m3", (4, 8)),
@@ -140,15 +131,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         place = torch.arange(len(ids) - ROWS, len(ids))
         for layer, own in record_attention(model.model, ids, layers, place).items():
             for index in INDEXES:
-                strata = replace(choice.rule, stratum=index.stratum // PAGE)
                 with torch.inference_mode():
-                    error, lost = output_error(own, index.variant, replace(choice, rule=strata))
+                    error, lost = output_error(own, index.variant, choice)
                 rows.append(
                     {
                         "text": name,
                         "tokens": len(ids),
                         "layer": layer,
-                        "variant": index.name,
+                        "variant": index.variant,
                         "squared_error": error,
                         "mass_lost": lost,
                     }
@@ -175,10 +165,10 @@ def _mean(rows: Sequence[dict[str, Any]], index: Index, **only: Any) -> dict[str
     own = [
         row
         for row in rows
-        if row["variant"] == index.name and all(row[key] == own for key, own in only.items())
+        if row["variant"] == index.variant and all(row[key] == own for key, own in only.items())
     ]
     return only | {
-        "variant": index.name,
+        "variant": index.variant,
         "error": round(math.sqrt(math.fsum(row["squared_error"] for row in own) / len(own)), 5),
         "mass_lost": round(math.fsum(row["mass_lost"] for row in own) / len(own), 5),
     }

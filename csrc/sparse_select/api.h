@@ -18,12 +18,12 @@ inline PageIndex index_of(const TensorView& records, int num_kv_heads, int head_
   PageIndex index;
   index.records = static_cast<uint8_t*>(records.data_ptr());
   index.row_bytes = (head_dim + 31) / 32 * 16;
-  for (index.centroids = 4; index.centroids <= 8; index.centroids *= 2) {
+  for (index.centroids = 2; index.centroids <= 8; index.centroids *= 2) {
     const int rows = num_kv_heads * index.centroids;
     index.record_bytes = (rows * (index.row_bytes + 6) + 15) / 16 * 16;
     if (records.size(1) == index.record_bytes) return index;
   }
-  BICL_CHECK(false) << "records of " << records.size(1) << " bytes do not hold 4 or 8 centroids of " << num_kv_heads
+  BICL_CHECK(false) << "records of " << records.size(1) << " bytes do not hold 2, 4 or 8 centroids of " << num_kv_heads
                     << " heads with head_dim " << head_dim;
   return index;
 }
@@ -86,65 +86,18 @@ inline bool rotate_store_and_index_api(TensorView query, TensorView key, TensorV
   return true;
 }
 
-inline void check_centroids(const PageIndex& index, int64_t page_size) {
-  BICL_CHECK(index.centroids * kCentroidTokens == page_size)
-      << "records have " << index.centroids << " centroids a page, of " << page_size << " tokens; "
-      << page_size / kCentroidTokens << " are needed";
-}
-
-// weights float32 [1, head_dim].
-inline const float* weights_of(const TensorView& weights, int64_t head_dim, int device) {
-  check_cuda(weights, "weights", device);
-  check_shape(weights, "weights", {1, head_dim});
-  check_contiguous(weights, "weights");
-  BICL_CHECK(dtype_of(weights, "weights") == DType::kFloat32) << "weights must be float32";
-  BICL_CHECK(reinterpret_cast<uintptr_t>(weights.data_ptr()) % 16 == 0) << "weights must be 16-byte aligned";
-  return static_cast<const float*>(weights.data_ptr());
-}
-
-// sparsity float32 [batch].
-inline const float* sparsity_of(const TensorView& sparsity, int batch, int device) {
-  check_cuda(sparsity, "sparsity", device);
-  check_shape(sparsity, "sparsity", {batch});
-  check_contiguous(sparsity, "sparsity");
-  BICL_CHECK(dtype_of(sparsity, "sparsity") == DType::kFloat32) << "sparsity must be float32";
-  return static_cast<const float*>(sparsity.data_ptr());
-}
-
-inline float share_of(double share) {
-  BICL_CHECK(share >= 0 && share < 1e30) << "share is " << share << "; a finite number of at least 0 is needed";
-  return static_cast<float>(share);
-}
-
-inline SelectionRule rule_of(int64_t max_k, int64_t first, int64_t recent, int64_t floor, int64_t stratum,
-                             int64_t page_size) {
+inline void set_sequences(TilesParams& p, const TensorView& page_table, const TensorView& cache_seqlens,
+                          int64_t num_kv_heads, int64_t page_size, int64_t first, int64_t recent, int device) {
+  p.sequences = sequences_of(page_table, cache_seqlens, device);
+  p.max_pages = static_cast<int>(page_table.size(1));
+  BICL_CHECK(p.max_pages < 65536) << "page_table is " << p.max_pages << " pages wide; 65535 are the most";
+  BICL_CHECK(page_size == 32 || page_size == 64) << "page_size is " << page_size << "; 32 or 64 is needed";
   BICL_CHECK(first >= 0 && recent >= 1) << "first is " << first << " and recent " << recent
                                         << "; the last page is always kept";
-  BICL_CHECK(max_k >= first + recent)
-      << "max_k is " << max_k << "; the first and recent pages alone are " << first + recent;
-  BICL_CHECK(stratum * page_size == kStratumTokens)
-      << "stratum is " << stratum << " pages of " << page_size << "; " << kStratumTokens / page_size
-      << " compete with each other here";
-  return {static_cast<int>(max_k), static_cast<int>(first), static_cast<int>(recent), static_cast<int>(floor)};
-}
-
-inline Combine combine_of(int64_t combine) {
-  BICL_CHECK(combine >= 0 && combine <= 2) << "combine is " << combine << "; 0 (max), 1 (sum) or 2 (softmax) is needed";
-  return static_cast<Combine>(combine);
-}
-
-inline int max_pages_of(const TensorView& page_table) {
-  BICL_CHECK(page_table.size(1) < 65536) << "page_table is " << page_table.size(1) << " pages wide; 65535 are the most";
-  return static_cast<int>(page_table.size(1));
-}
-
-inline void set_sequences(TilesParams& p, const TensorView& page_table, const TensorView& cache_seqlens,
-                          int64_t num_kv_heads, int64_t page_size, int device) {
-  p.sequences = sequences_of(page_table, cache_seqlens, device);
-  p.max_pages = max_pages_of(page_table);
-  BICL_CHECK(page_size == 32 || page_size == 64) << "page_size is " << page_size << "; 32 or 64 is needed";
   p.page_size = static_cast<int>(page_size);
   p.num_kv_heads = static_cast<int>(num_kv_heads);
+  p.rule.first = static_cast<int>(first);
+  p.rule.recent = static_cast<int>(recent);
   p.num_sms = device_info(device).num_sms;
 }
 
@@ -158,8 +111,12 @@ inline void set_query(TilesParams& p, const TensorView& query, const TensorView&
       << "query must be float16 or bfloat16";
   p.head_dim = static_cast<int>(query.size(2));
   p.index = index_of(records, p.num_kv_heads, p.head_dim, device);
-  check_centroids(p.index, p.page_size);
-  p.weights = weights_of(weights, p.head_dim, device);
+  check_cuda(weights, "weights", device);
+  check_shape(weights, "weights", {1, p.head_dim});
+  check_contiguous(weights, "weights");
+  BICL_CHECK(dtype_of(weights, "weights") == DType::kFloat32) << "weights must be float32";
+  BICL_CHECK(reinterpret_cast<uintptr_t>(weights.data_ptr()) % 16 == 0) << "weights must be 16-byte aligned";
+  p.weights = static_cast<const float*>(weights.data_ptr());
   p.num_q_heads = static_cast<int>(query.size(1));
   BICL_CHECK(p.num_q_heads > 0 && p.num_q_heads % p.num_kv_heads == 0)
       << p.num_q_heads << " query heads do not divide among " << p.num_kv_heads << " KV heads";
@@ -173,6 +130,11 @@ inline void set_query(TilesParams& p, const TensorView& query, const TensorView&
       << "query rows must be 16-byte aligned";
 }
 
+inline Combine combine_of(int64_t combine) {
+  BICL_CHECK(combine >= 0 && combine <= 2) << "combine is " << combine << "; 0 (max), 1 (sum) or 2 (softmax) is needed";
+  return static_cast<Combine>(combine);
+}
+
 inline float* scores_of(const TilesParams& p, const TensorView& scores, int device) {
   check_cuda(scores, "scores", device);
   check_shape(scores, "scores", {p.sequences.batch, p.num_q_heads, p.max_pages});
@@ -182,7 +144,8 @@ inline float* scores_of(const TilesParams& p, const TensorView& scores, int devi
 }
 
 inline void set_selection(TilesParams& p, const TensorView& selected, const TensorView& selected_seqlens,
-                          const Optional<TensorView>& positions, int device) {
+                          const Optional<TensorView>& positions, const TensorView& sparsity, double share,
+                          int64_t max_k, int64_t floor, int device) {
   const auto table = [&](const TensorView& t, const char* name) {
     check_cuda(t, name, device);
     check_int(t, name, 32);
@@ -197,6 +160,17 @@ inline void set_selection(TilesParams& p, const TensorView& selected, const Tens
   check_shape(selected_seqlens, "selected_seqlens", {p.sequences.batch});
   check_contiguous(selected_seqlens, "selected_seqlens");
   p.selected_seqlens = static_cast<int32_t*>(selected_seqlens.data_ptr());
+  check_cuda(sparsity, "sparsity", device);
+  check_shape(sparsity, "sparsity", {p.sequences.batch});
+  check_contiguous(sparsity, "sparsity");
+  BICL_CHECK(dtype_of(sparsity, "sparsity") == DType::kFloat32) << "sparsity must be float32";
+  p.sparsity = static_cast<const float*>(sparsity.data_ptr());
+  BICL_CHECK(share >= 0 && share < 1e30) << "share is " << share << "; a finite number of at least 0 is needed";
+  p.share = static_cast<float>(share);
+  BICL_CHECK(max_k >= p.rule.first + p.rule.recent)
+      << "max_k is " << max_k << "; the first and recent pages alone are " << p.rule.first + p.rule.recent;
+  p.rule.max_k = static_cast<int>(max_k);
+  p.rule.floor = static_cast<int>(floor);
 }
 
 // scores float32 [B, num_q_heads, max_pages]: what stands at a sequence's last page, or past it, means nothing.
@@ -205,8 +179,7 @@ inline void score_tiles_api(TensorView scores, TensorView query, TensorView reco
                             double scale, bool pdl) {
   TilesParams p = {};
   const int device = records.device().device_id;
-  set_sequences(p, page_table, cache_seqlens, num_kv_heads, page_size, device);
-  p.rule.recent = 1;
+  set_sequences(p, page_table, cache_seqlens, num_kv_heads, page_size, 0, 1, device);
   set_query(p, query, records, weights, scale, device);
   p.scores = scores_of(p, scores, device);
   p.pdl = pdl;
@@ -215,26 +188,46 @@ inline void score_tiles_api(TensorView scores, TensorView query, TensorView reco
   score_tiles(p, device, current_stream(device));
 }
 
-// selected, positions int32 [B, H, max_pages]; selected_seqlens int32 [B]; sparsity float32 [B]. pdl: 0 off; 1: the kernel
-// ahead, and the one ahead of that, write nothing that is read but the query and the newest pages' index; 2: they may
-// write anything.
+// selected, positions int32 [B, H, max_pages]; selected_seqlens int32 [B]; sparsity float32 [B]; scores as above.
+inline void select_tiles_api(TensorView selected, TensorView selected_seqlens, Optional<TensorView> positions,
+                             TensorView scores, TensorView page_table, TensorView cache_seqlens, TensorView sparsity,
+                             int64_t page_size, int64_t max_k, int64_t first, int64_t recent, int64_t floor,
+                             int64_t combine, bool pdl) {
+  TilesParams p = {};
+  const int device = scores.device().device_id;
+  BICL_CHECK(scores.ndim() == 3) << "scores must have shape [B, num_q_heads, max_pages]";
+  BICL_CHECK(selected.ndim() == 3) << "selected must have shape [B, H, max_pages]";
+  set_sequences(p, page_table, cache_seqlens, selected.size(1), page_size, first, recent, device);
+  set_selection(p, selected, selected_seqlens, positions, sparsity, 1.0, max_k, floor, device);
+  p.num_q_heads = static_cast<int>(scores.size(1));
+  BICL_CHECK(p.num_kv_heads > 0 && p.num_q_heads % p.num_kv_heads == 0)
+      << p.num_q_heads << " query heads do not divide among " << p.num_kv_heads << " KV heads";
+  p.scores = scores_of(p, scores, device);
+  p.combine = combine_of(combine);
+  p.pdl = pdl;
+  p.late_input = true;
+  DeviceGuard guard(device);
+  select_tiles(p, device, current_stream(device));
+}
+
+// Both at once. pdl: 0 off; 1: the kernel ahead, and the one ahead of that, write nothing that is read but the query and
+// the newest pages' index; 2: they may write anything.
 inline void choose_tiles_api(TensorView selected, TensorView selected_seqlens, Optional<TensorView> positions,
                              TensorView query, TensorView records, TensorView weights, TensorView page_table,
                              TensorView cache_seqlens, TensorView sparsity, double share, int64_t page_size,
-                             int64_t max_k, int64_t first, int64_t recent, int64_t floor, int64_t stratum, int64_t combine,
-                             double scale, int64_t pdl) {
+                             int64_t max_k, int64_t first, int64_t recent, int64_t floor, int64_t combine, double scale, int64_t pdl,
+                             int64_t force_cluster) {
   TilesParams p = {};
   const int device = records.device().device_id;
   BICL_CHECK(selected.ndim() == 3) << "selected must have shape [B, H, max_pages]";
-  set_sequences(p, page_table, cache_seqlens, selected.size(1), page_size, device);
+  set_sequences(p, page_table, cache_seqlens, selected.size(1), page_size, first, recent, device);
   set_query(p, query, records, weights, scale, device);
-  set_selection(p, selected, selected_seqlens, positions, device);
-  p.sparsity = sparsity_of(sparsity, p.sequences.batch, device);
-  p.share = share_of(share);
-  p.rule = rule_of(max_k, first, recent, floor, stratum, page_size);
+  set_selection(p, selected, selected_seqlens, positions, sparsity, share, max_k, floor, device);
   p.combine = combine_of(combine);
   p.pdl = pdl > 0;
   p.late_input = pdl > 1;
+  BICL_CHECK(force_cluster >= 0 && force_cluster <= 8) << "force_cluster is " << force_cluster << "; 0 to 8 are possible";
+  p.force_cluster = static_cast<int>(force_cluster);
   DeviceGuard guard(device);
   choose_tiles(p, device, current_stream(device));
 }

@@ -1,4 +1,4 @@
-// Products of 4-bit rows with a few query vectors, by mma.m16n8k32.
+// Products of 4-bit rows in global memory with a few query vectors, by mma.m16n8k32 straight from registers.
 //
 // The order of a product's terms is free, so each thread of a quad takes 16-byte pieces of a row as they come: a word of
 // piece 4 j + t holds the thread's part of one mma. The queries are cut alike: no shared-memory transpose on either
@@ -10,10 +10,10 @@
 
 #include "../common/numeric.cuh"
 #include "../common/ptx.cuh"
-#include "tiles_cta.cuh"
 
 namespace bicl::sparse {
 
+constexpr int kPieceBytes = 16;  // of a row: 32 elements
 constexpr int kQueryStep = 128;  // of a query's first column
 constexpr int kQueryMost = 127 * kQueryStep / 17;  // 16 q - q of another dim must fit
 
@@ -23,15 +23,19 @@ struct PagePieces {
   uint4 at[kCentroids];
 };
 
-// rows: the page's first one, in shared memory. Pieces 4 step to 4 step + 3 of each row.
-template <int kCentroids>
-__device__ __forceinline__ void load_pieces(PagePieces<kCentroids>& pieces, const char* rows, int row_bytes, int step,
+// rows: the page's first one for this head, in global or in shared memory, or null: zeros. Pieces 4 step to 4 step + 3 of
+// each row.
+template <bool kGlobal, int kCentroids, typename Byte>
+__device__ __forceinline__ void load_pieces(PagePieces<kCentroids>& pieces, const Byte* rows, int row_bytes, int step,
                                             int lane) {
   const int offset = (4 * step + lane % 4) * kPieceBytes;
 #pragma unroll
-  for (int c = 0; c < kCentroids; ++c)
-    pieces.at[c] = offset >= row_bytes ? make_uint4(0, 0, 0, 0)
-                                       : *reinterpret_cast<const uint4*>(rows + c * row_bytes + offset);
+  for (int c = 0; c < kCentroids; ++c) {
+    const auto* piece = reinterpret_cast<const uint4*>(rows + c * row_bytes + offset);
+    pieces.at[c] = (kGlobal && rows == nullptr) || offset >= row_bytes ? make_uint4(0, 0, 0, 0)
+                   : kGlobal                                          ? ptx::load_row(piece)
+                                                                      : *piece;
+  }
 }
 
 // acc[i]: centroids (2 i, 2 i + 1) of page g by vectors (2 t, 2 t + 1). vectors: shared, [word / 2][lane], words 2 w and

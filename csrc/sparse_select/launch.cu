@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <tuple>
-#include <type_traits>
 
 #include "../common/launch.h"
 #include "index.cuh"
@@ -15,64 +15,123 @@ namespace bicl {
 namespace sparse {
 namespace {
 
-// CTAs that a card holds at once; the kernel's limit of shared memory is raised before the first question.
-int resident_ctas(const KernelRef& kernel, const LaunchConfig& config, int device, const DeviceInfo& info) {
+template <int kCentroids>
+KernelRef scoring_kernel(Work work, bool plain) {
+  if (work == Work::kScore) return kernel_ref<tiles_kernel<kCentroids, Work::kScore, false>>();
+  return plain ? kernel_ref<tiles_kernel<kCentroids, Work::kChoose, true>>()
+               : kernel_ref<tiles_kernel<kCentroids, Work::kChoose, false>>();
+}
+
+KernelRef tiles_kernel_for(Work work, int centroids, bool plain) {
+  if (work == Work::kSelect) return kernel_ref<tiles_kernel<2, Work::kSelect, false>>();
+  return centroids == 2   ? scoring_kernel<2>(work, plain)
+         : centroids == 4 ? scoring_kernel<4>(work, plain)
+                          : scoring_kernel<8>(work, plain);
+}
+
+// Raises the kernel's limit of dynamic shared memory, once a kernel and card.
+void allow(const KernelRef& kernel, int device, const DeviceInfo& info) {
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int>> done;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const void* function = runnable(kernel);
+  if (!done.insert({function, device}).second) return;
+  cudaFuncAttributes attributes;
+  BICL_CUDA_CHECK(cudaFuncGetAttributes(&attributes, function));
+  BICL_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       info.max_shared_bytes - static_cast<int>(attributes.sharedSizeBytes)));
+}
+
+// How many clusters fit at once, asked once a kernel, card, size and shared memory.
+int active_clusters(const KernelRef& kernel, const LaunchConfig& config, int device) {
   static std::mutex mutex;
   static std::map<std::tuple<const void*, int, int, int>, int> known;
   const std::lock_guard<std::mutex> lock(mutex);
   const void* function = runnable(kernel);
-  const int threads = static_cast<int>(config.block.x);
-  const auto [entry, is_new] = known.insert({{function, device, threads, config.shared_bytes}, 0});
+  const auto [entry, is_new] = known.insert({{function, device, config.cluster, config.shared_bytes}, 0});
   if (!is_new) return entry->second;
-  BICL_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, info.max_shared_bytes));
-  int an_sm = 0;
-  BICL_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&an_sm, function, threads, config.shared_bytes));
-  return entry->second = an_sm * info.num_sms;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = config.cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t c = {};
+  c.gridDim = dim3(config.cluster);
+  c.blockDim = config.block;
+  c.dynamicSmemBytes = config.shared_bytes;
+  c.attrs = &attribute;
+  c.numAttrs = 1;
+  if (cudaOccupancyMaxActiveClusters(&entry->second, function, &c) != cudaSuccess) {
+    (void)cudaGetLastError();  // a size this card does not know
+    entry->second = 0;
+  }
+  return entry->second;
 }
 
-int divide_up(int value, int by) { return (value + by - 1) / by; }
-
-template <int kCentroids, Work kWork>
-void run(const TilesParams& p, int device, cudaStream_t stream) {
-  using Shape = TilesShape<kCentroids, kWork>;
+void run(Work work, const TilesParams& p, int device, cudaStream_t stream) {
   const DeviceInfo& info = device_info(device);
   TilesKernelParams k;
   k.p = p;
   k.p.pdl = p.pdl && info.major >= 9;
-  set_shape(k);
-  // With eight centroids the plain form finds no registers.
-  const bool plain = kCentroids == 4 && k.blocks == 1 && k.steps == 1;
-  const KernelRef kernel = plain ? kernel_ref<tiles_kernel<kCentroids, kWork, kCentroids == 4>>()
-                                 : kernel_ref<tiles_kernel<kCentroids, kWork, false>>();
+  k.group = p.num_q_heads / p.num_kv_heads;
+  k.blocks = (k.group + 3) / 4;
+  k.steps = (p.index.row_bytes + 4 * kPieceBytes - 1) / (4 * kPieceBytes);
+  k.heads = FastDiv(p.num_kv_heads);
+  k.page_log2 = p.page_size == 64 ? 6 : 5;
+  const KernelRef kernel = tiles_kernel_for(work, p.index.centroids, k.blocks == 1 && k.steps == 1);
+  allow(kernel, device, info);
   LaunchConfig config;
   config.pdl = k.p.pdl;
   config.stream = stream;
-  config.block = dim3(Shape::kThreads);
   const int pairs = p.sequences.batch * p.num_kv_heads;
-  config.shared_bytes = TilesShared<Shape>::bytes(k);
-  const int ctas = config.shared_bytes > info.max_shared_bytes ? 0 : resident_ctas(kernel, config, device, info);
-  // Where it chooses, a stratum a CTA where all of them run at once, else some in turns.
-  int splits = std::min(divide_up(p.max_pages, kOctet * 2 * Shape::kScorers), 2 * p.num_sms / pairs);
-  if (kWork == Work::kChoose) {
-    const int strata = divide_up(p.max_pages, Shape::kStratum);
-    splits = divide_up(strata, divide_up(strata, std::max(1, ctas / pairs)));
+  const int octets = (p.max_pages + kOctet - 1) / kOctet;
+  // Four pages of the ring lie in all banks.
+  const int chunks = p.index.centroids * p.index.row_bytes / kPieceBytes;
+  k.page_stride = (chunks + (12 - chunks % 8) % 8) * kPieceBytes;
+  const auto split = [&](int splits, int warps = kMaxWarps) {
+    k.splits = FastDiv(splits);
+    k.warps = warps;
+    config.block = dim3(32 * warps);
+    const auto turns = [&](int workers) { return (octets + workers - 1) / workers; };
+    // A CTA that chooses alone among few pages has two turns at most.
+    k.warp_pages = kOctet * std::max(turns(splits * warps), std::min(2, turns(warps)));
+    config.cluster = work == Work::kChoose ? splits : 1;
+    config.grid = dim3(pairs * splits);
+    k.stages_log2 = info.major < 9 ? -1 : 2;  // as many stages as fit
+    const int most = info.max_shared_bytes - 1024 - static_cast<int>(sizeof(TopKScratch));
+    while (k.stages_log2 > 0 && TilesShared::bytes(k, work) > most) --k.stages_log2;
+    config.shared_bytes = TilesShared::bytes(k, work);
+    return config.shared_bytes + static_cast<int>(sizeof(TopKScratch)) + 1024 <= info.max_shared_bytes;
+  };
+  bool fits = false;
+  if (work == Work::kScore) {
+    const int most = (octets + 2 * kMaxWarps - 1) / (2 * kMaxWarps);
+    fits = split(std::max(1, std::min(most, 2 * p.num_sms / pairs)));
+  } else if (work == Work::kSelect || info.major != 9) {
+    fits = split(1);
+  } else if (p.force_cluster) {
+    fits = split(p.force_cluster);
+  } else {
+    const auto runs_at_once = [&](int splits, int warps) {
+      return split(splits, warps) && active_clusters(kernel, config, device) >= pairs;
+    };
+    // Small CTAs are quicker where there are enough of them for all octets.
+    int splits = 1;
+    while (splits < kMaxCluster && splits * kMinWarps < octets) splits *= 2;
+    fits = splits * kMinWarps >= octets && runs_at_once(splits, kMinWarps);
+    // Else as many CTAs a cluster as run at once and have an octet for each warp. A long sequence's scores may need more.
+    if (!fits) {
+      splits = kMaxCluster;
+      while (splits > 1 && splits * kMaxWarps > octets) splits /= 2;
+      while (splits > 1 && !runs_at_once(splits, kMaxWarps)) splits /= 2;
+      while (!(fits = split(splits)) && splits < kMaxCluster) splits *= 2;
+    }
   }
-  splits = std::max(1, splits);
-  if (ctas == 0)
-    throw std::runtime_error("sparse_select: " + std::to_string(k.group) + " query heads a KV head of head_dim " +
-                             std::to_string(p.head_dim) + " need " + std::to_string(config.shared_bytes) +
-                             " bytes of shared memory; this card has " + std::to_string(info.max_shared_bytes) +
-                             " a block: start without --enable-hysparse");
-  k.splits = FastDiv(splits);
-  config.grid = dim3(pairs * splits);
+  if (!fits)
+    throw std::runtime_error("sparse_select: page tables of " + std::to_string(p.max_pages) + " pages with " +
+                             std::to_string(k.group) + " query heads a KV head need " +
+                             std::to_string(config.shared_bytes) + " bytes of shared memory; this card has " +
+                             std::to_string(info.max_shared_bytes) + " a block: lower the maximum length");
   launch_function<TilesKernelParams>(runnable(kernel), config, k);
-}
-
-template <Work kWork>
-void run(const TilesParams& p, int device, cudaStream_t stream) {
-  if (p.sequences.batch == 0) return;
-  if (p.index.centroids == 4) run<4, kWork>(p, device, stream);
-  else run<8, kWork>(p, device, stream);
 }
 
 template <typename In, typename Stored>
@@ -149,11 +208,15 @@ void rotate_store_and_index(const RotateAndStoreParams& p, const PageIndex& inde
 }
 
 void score_tiles(const TilesParams& p, int device, cudaStream_t stream) {
-  run<Work::kScore>(p, device, stream);
+  if (p.sequences.batch > 0) run(Work::kScore, p, device, stream);
+}
+
+void select_tiles(const TilesParams& p, int device, cudaStream_t stream) {
+  if (p.sequences.batch > 0) run(Work::kSelect, p, device, stream);
 }
 
 void choose_tiles(const TilesParams& p, int device, cudaStream_t stream) {
-  run<Work::kChoose>(p, device, stream);
+  if (p.sequences.batch > 0) run(Work::kChoose, p, device, stream);
 }
 
 }  // namespace bicl

@@ -20,7 +20,10 @@ void rotate_store_and_index(const RotateAndStoreParams& params, const PageIndex&
 // One score a page and query head.
 void score_tiles(const TilesParams& params, int device, cudaStream_t stream);
 
-// The pages to read, without scores in memory.
+// The pages to read, from scores.
+void select_tiles(const TilesParams& params, int device, cudaStream_t stream);
+
+// The same without scores in between: one launch where the card has clusters.
 void choose_tiles(const TilesParams& params, int device, cudaStream_t stream);
 
 }  // namespace bicl

@@ -1,170 +1,157 @@
 // Which pages a decode step reads: scores of all pages of a (sequence, KV head) against its queries, and the best.
 //
-//   score   each query head's of each page (score.cuh): a warp eight pages
-//   pick    the best of each stratum (pick.cuh): another warp, while the others score the next
+//   score    each query head's of each page (score.cuh)
+//   agree    the heads of a group on one key a page (agree.cuh)
+//   select   first and recent pages, and the best of the rest, ascending in position (topk.cuh)
 //
-// Pages compete in strata of kStratumTokens, which lie all over the sequence, and each stratum takes as many as any other.
-// So nobody waits for the whole sequence: a CTA has strata of its own, and nothing goes from one to another. Everything is
-// read on the device: a captured launch is right for any lengths.
+// Choosing does all three in one launch: the CTAs of a cluster score a share of the pages each and send what they
+// agreed on to the first, which selects. Everything is read on the device: a captured launch is right for any lengths.
 #pragma once
 
-#include "pick.cuh"
+#include "agree.cuh"
 #include "score.cuh"
+#include "tiles_cta.cuh"
 
 namespace bicl::sparse {
 
 template <int kCentroids, Work kWork, bool kPlain>
 class TilesCta {
-  using Shape = TilesShape<kCentroids, kWork>;
-  using Context = TilesContext<Shape>;
-
  public:
-  __device__ __forceinline__ TilesCta(const TilesKernelParams& k, char* shared) : c_(k, shared) {}
+  __device__ __forceinline__ TilesCta(const TilesKernelParams& k, char* shared) : c_(k, shared, kWork) {
+    uint32_t head, rank;
+    const uint32_t pair = k.splits.divide(blockIdx.x, rank);
+    c_.sequence = k.heads.divide(pair, head);
+    c_.head = head;
+    share_with({static_cast<int>(k.splits.divisor), static_cast<int>(rank)});
+  }
 
-  __device__ __forceinline__ void run() {
-    if (c_.p.pdl && kWork == Work::kScore) ptx::grid_launch_dependents();
-    if (c_.p.pdl && c_.p.late_input) ptx::grid_dependency_wait();
-    read_row();
-    if (kWork == Work::kScore) return score_all();
-    if (c_.row.keep == c_.row.count) return keep_all();
-    if (c_.rank < c_.row.strata) choose();
+  __device__ __forceinline__ void run(TopKScratch& scratch) {
+    const Scorer<kCentroids, kWork, kPlain> scorer(c_);
+    if (c_.p.pdl && kWork != Work::kChoose) ptx::grid_launch_dependents();
+    if (c_.p.pdl && (c_.p.late_input || kWork == Work::kSelect)) ptx::grid_dependency_wait();
+    if (kWork == Work::kChoose) c_.peers.arrive_started();
+    int32_t entry = kWork == Work::kSelect ? 0 : scorer.first_entry();
+    read_lengths();
+    if (kWork != Work::kScore && c_.keep == c_.count) {
+      if (kWork == Work::kChoose) c_.peers.wait_started();
+      keep_all();
+      return;
+    }
+    if (kWork == Work::kChoose && c_.peers.count > 1 && c_.count <= kAloneTurns * kOctet * c_.k.warps) {
+      // Little to share: quicker alone than with barriers.
+      c_.peers.wait_started();
+      if (c_.peers.rank > 0) return;
+      share_with({1, 0});
+      entry = scorer.first_entry();
+    }
+    const auto fetch = [&] {
+      if (kWork != Work::kScore && c_.peers.rank == 0) fetch_table(scratch);
+    };
+    const Agreement<kPlain> agreement(c_);
+    if (kWork == Work::kSelect) fetch(), agreement.read_scores();
+    else scorer.run(entry, fetch);
+    if (kWork == Work::kScore) return;
+    if (kWork == Work::kChoose) c_.peers.wait_started();
+    if (c_.p.combine == Combine::kSoftmax) agreement.normalise();
+    agreement.send_keys();
+    c_.peers.join();
+    if (c_.peers.rank > 0) return;
+    if (kWork == Work::kChoose && lets_attention_in()) ptx::grid_launch_dependents();
+    select(scratch);
   }
 
  private:
-  __device__ __forceinline__ void read_row() {
-    const TilesParams& p = c_.p;
-    const int tokens = p.sequences.cache_seqlens[c_.sequence];
-    const float sparsity = Shape::kChooses ? __fmul_rn(p.sparsity[c_.sequence], p.share) : 0.f;
-    c_.row = tiles_row(tokens, sparsity, p.rule, c_.k.page_log2, p.max_pages, Shape::kStratum);
+  __device__ __forceinline__ void share_with(const Peers& peers) {
+    c_.peers = peers;
+    c_.octets = {peers.rank * c_.k.warps + c_.warp, peers.count * c_.k.warps};
   }
 
-  __device__ __forceinline__ void score_all() const {
-    const int base = kOctet * (c_.rank * Shape::kScorers + c_.warp), step = kOctet * c_.splits() * Shape::kScorers;
-    const auto page_at = [&](int octet, int place) {
-      const int page = base + octet * step + place;
-      return page < c_.row.end ? page : -1;
-    };
-    const int octets = max(0, c_.row.end - base + step - 1) / step;
-    Scorer<kPlain, Context, decltype(page_at)> scorer(c_, octets, page_at);
-    scorer.begin();
-    scorer.prepare();
-#pragma unroll 1
-    for (int octet = 0; octet < octets; scorer.move_on(octet++))
-      scorer.score(octet, [&](int query_head, int place, float score) {
-        const int page = page_at(octet, place);
-        if (query_head < c_.k.group && page >= 0)
-          c_.p.scores[c_.row_offset() * c_.k.group + static_cast<int64_t>(query_head) * c_.p.max_pages + page] =
-              score / kLog2e;
-      });
+  __device__ __forceinline__ void read_lengths() {
+    const TilesParams& p = c_.p;
+    const int tokens = p.sequences.cache_seqlens[c_.sequence];
+    const float sparsity = kWork == Work::kScore ? 0.f : p.sparsity[c_.sequence];
+    c_.length = max(tokens, 0);
+    c_.count = min((c_.length + p.page_size - 1) >> c_.k.page_log2, p.max_pages);
+    c_.end_counted = c_.count - p.rule.recent;
+    c_.first_competing = min(p.rule.first, c_.count);
+    c_.end_competing = max(c_.first_competing, c_.end_counted);
+    if (kWork == Work::kScore) return;
+    const float share = __fmul_rn(sparsity, p.share);
+    // tiles_to_keep(): each operation rounded, as there.
+    const int skipped = static_cast<int>(floorf(__fadd_rn(__fmul_rn(static_cast<float>(c_.count), share), 1.f / 64)));
+    const int kept = min(max(c_.count - skipped, max(p.rule.floor, p.rule.first + p.rule.recent)), p.rule.max_k);
+    c_.keep = share > 0.f ? min(kept, c_.count) : c_.count;
   }
 
   __device__ __forceinline__ void keep_all() const {
     if (c_.p.pdl) ptx::grid_dependency_wait();  // the kernels ahead may still read what this one writes
+const int threads = c_.peers.count * blockDim.x;
 #pragma unroll 1
-    for (int i = c_.rank * blockDim.x + threadIdx.x; i < c_.row.count; i += c_.splits() * blockDim.x)
+    for (int i = c_.peers.rank * blockDim.x + threadIdx.x; i < c_.count; i += threads)
       put(i, i, c_.table()[i]);
     put_length();
   }
 
-  __device__ __forceinline__ void choose() const {
-    const TilesRow& row = c_.row;
-    const bool picks = c_.picks();
-    const int turns = (row.strata - c_.rank + c_.splits() - 1) / c_.splits();
-    const auto page_at = [&](int octet, int place) {
-      const int first = kOctet * octet + place;
-      if (picks) return first < row.begin ? first : -1;
-      const int turn = octet / Shape::kTurnOctets, part = octet % Shape::kTurnOctets;
-      return row.page(c_.rank + turn * c_.splits(), kOctet * (c_.warp + Shape::kScorers * part) + place);
-    };
-    const int octets = picks ? (row.begin + kOctet - 1) / kOctet : turns * Shape::kTurnOctets;
-    Scorer<kPlain, Context, decltype(page_at)> scorer(c_, octets, page_at);
-    const Picker<Context> picker(c_);
-    init_barriers();  // prepare() has everybody see them
-    if (picks) picker.clear_firsts();
-    scorer.begin();
-    scorer.prepare();
+  // For select(), while others still score.
+  __device__ __forceinline__ void fetch_table(TopKScratch& scratch) const {
 #pragma unroll 1
-    for (int octet = 0; octet < octets; ++octet) {
-      const int turn = octet / Shape::kTurnOctets, part = c_.warp + octet % Shape::kTurnOctets * Shape::kScorers;
-      if (!picks && part == c_.warp) ptx::mbarrier_wait(barrier(c_.shared.free, turn), (turn >> 1 & 1) ^ 1);
-      const int pages = picks ? row.begin - kOctet * octet : row.size(c_.rank + turn * c_.splits()) - kOctet * part;
-      scorer.score(octet, [&](int query_head, int place, float score) {
-        const float own = place < pages ? score : -INFINITY;
-        if (picks) picker.put_firsts(query_head, place, own);
-        else picker.put(turn, part, query_head, place, own);
-      });
-      if (!picks && octet % Shape::kTurnOctets == Shape::kTurnOctets - 1) arrive(c_.shared.full, turn);
-      scorer.move_on(octet);
-    }
-    if (c_.rank == 0) put_ends();
-    if (!picks) return;
-    __syncwarp();  // the first pages' sums are there
-#pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      const int stratum = c_.rank + turn * c_.splits(), before = row.begin + row.before(stratum);
-      const auto candidates = picker.candidates(stratum);
-      ptx::mbarrier_wait(barrier(c_.shared.full, turn), turn >> 1 & 1);
-      if (turn == turns - 1 && lets_attention_in()) ptx::grid_launch_dependents();
-      picker.pick(turn, candidates, row.quota(stratum),
-                  [&](int own, int position, int32_t page) { put(before + own, position, page); });
-      arrive(c_.shared.free, turn);
-    }
+    for (int i = threadIdx.x; i < c_.count; i += blockDim.x)
+      ptx::cp_async_4(ptx::smem_address(c_.shared.pages + i), c_.table() + i);
+    ptx::cp_async_commit();
+    scratch.clear();
   }
 
-  __device__ __forceinline__ static uint32_t barrier(uint64_t* of, int number) {
-    return ptx::smem_address(of + (number & 1));
-  }
-  // One arrival a warp.
-  __device__ __forceinline__ void arrive(uint64_t* of, int number) const {
-    __syncwarp();
-    if (c_.lane == 0) ptx::mbarrier_arrive(barrier(of, number));
-  }
-  __device__ __forceinline__ void init_barriers() const {
-    if (threadIdx.x >= 2) return;
-    ptx::mbarrier_init(barrier(c_.shared.full, threadIdx.x), Shape::kScorers);
-    ptx::mbarrier_init(barrier(c_.shared.free, threadIdx.x), 1);
-  }
-
-  // The pages that do not compete.
-  __device__ __forceinline__ void put_ends() const {
-    const TilesRow& row = c_.row;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < row.keep - row.need; i += blockDim.x) {
-      const bool is_first = i < row.begin;
-      const int position = is_first ? i : row.end + i - row.begin;
-      put(is_first ? i : row.need + i, position, c_.table()[position]);
+  __device__ __forceinline__ void select(TopKScratch& scratch) const {
+    ptx::cp_async_wait<0>();  // the page table; barriers follow
+    const int need = c_.keep - (c_.count - (c_.end_competing - c_.first_competing));
+    Cut cut = {kAlways - 1, 0};
+    if (need > 0) {
+      uint32_t low = kAlways, high = 0;
+      for (int w = c_.lane; w < c_.octets.workers; w += 32) {
+        low = min(low, c_.shared.ranges[w].x);
+        high = max(high, c_.shared.ranges[w].y);
+      }
+      low = __reduce_min_sync(~0u, low);
+      high = __reduce_max_sync(~0u, high);
+      cut = find_cut(c_.shared.keys, c_.first_competing, c_.end_competing, need, low, high, scratch);
     }
+    for_each_taken(c_.shared.keys, c_.count, cut, scratch,
+                   [&](int number, int position) { put(number, position, c_.shared.pages[position]); });
     put_length();
   }
 
   __device__ __forceinline__ void put(int number, int position, int32_t page) const {
-    c_.p.selected[c_.row_offset() + number] = page;
-    if (c_.p.positions != nullptr) c_.p.positions[c_.row_offset() + number] = position;
+    c_.p.selected[c_.row() + number] = page;
+    if (c_.p.positions != nullptr) c_.p.positions[c_.row() + number] = position;
   }
 
-  // While the last CTAs still run, and not sooner: what came early would sit where few CTAs fit, and stay there. As it is
-  // a GPC with few SMs has no room left for one of attention's clusters of 8. Where those of a lone request then lie 5 and
-  // 3 on the halves of the card they read at 5/6 of its speed: they come when all have ended.
+  // While the last CTAs still run, one of each cluster, and not sooner: what came early would sit where few CTAs fit, and
+  // stay there. As it is a GPC with few SMs has no room left for one of attention's clusters of 8. Where those of a lone
+  // request then lie 5 and 3 on the halves of the card they read at 5/6 of its speed: if they read for long they come
+  // when all have ended, 1 us later.
   __device__ __forceinline__ bool lets_attention_in() const {
-    return c_.p.pdl && 2 * kAttentionCluster * c_.p.sequences.batch * c_.p.num_kv_heads > c_.p.num_sms;
+    const int pairs = c_.p.sequences.batch * c_.p.num_kv_heads;
+    const bool leaves_sms_idle = 2 * kMaxCluster * pairs <= c_.p.num_sms;
+    return c_.p.pdl && (!leaves_sms_idle || pairs * (c_.keep << c_.k.page_log2) <= kMostEarlyTokens);
   }
 
   // Every head of a sequence keeps as many pages, the last one always.
   __device__ __forceinline__ void put_length() const {
-    if (c_.head == 0 && c_.rank == 0 && threadIdx.x == 0)
-      c_.p.selected_seqlens[c_.sequence] = c_.row.length - (c_.row.count - c_.row.keep) * c_.p.page_size;
+    if (c_.head == 0 && c_.peers.rank == 0 && threadIdx.x == 0)
+      c_.p.selected_seqlens[c_.sequence] = c_.length - (c_.count - c_.keep) * c_.p.page_size;
   }
 
-  static constexpr int kAttentionCluster = 8;
+  static constexpr int kAloneTurns = 2;
+  static constexpr int kMostEarlyTokens = 1 << 17;  // of a KV head each
 
-  Context c_;
+  TilesContext c_;
 };
 
 template <int kCentroids, Work kWork, bool kPlain>
-__global__ void __launch_bounds__(TilesShape<kCentroids, kWork>::kThreads, kWork == Work::kScore ? 1 : 2)
-    tiles_kernel(const __grid_constant__ TilesKernelParams params) {
+__global__ void __launch_bounds__(32 * kMaxWarps, 1) tiles_kernel(const __grid_constant__ TilesKernelParams params) {
   extern __shared__ __align__(16) char shared[];
-  TilesCta<kCentroids, kWork, kPlain>(params, shared).run();
+  __shared__ TopKScratch scratch;
+  TilesCta<kCentroids, kWork, kPlain>(params, shared).run(scratch);
 }
 
 }  // namespace bicl::sparse

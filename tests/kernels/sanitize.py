@@ -157,8 +157,7 @@ def prefill(
 def choose(shape: Shape) -> None:
     layout, group, dtype = shape
     backend = CudaBackend()
-    # A long sequence, whose strata CTAs take in turns: with so many others not all run at once.
-    lengths = [1, 65, 0, 700, 400 * layout.page_size - 7] + [64] * 83
+    lengths = [1, 65, 0, 700, 200 * layout.page_size - 7]  # one CTA alone, and whole clusters
     step: Step = decode_step(backend, lengths, layout, group=group, dtype=dtype)
     meta, layer, size = step.meta, step.layer, layout.page_size
     index = make_indexes({0: layer}, "centroids", dtype)[0]
@@ -166,19 +165,19 @@ def choose(shape: Shape) -> None:
     newest = torch.tensor([0, 65, 765], device=DEVICE)
     rows = (step.key[newest], step.value[newest], step.slots[newest])
     backend.store(layer, *rows, records=index.vectors)
-    rule = SelectionRule.of(HySparseConfig(floor_tokens=0), size)
-    sparsity = torch.full((len(lengths),), 0.65, device=DEVICE)
-    sparsity[3] = 0.5
+    rule = SelectionRule(page_size=size, max_k=512, first=1, recent=1, floor=0)
+    sparsity = torch.tensor([0.65, 0.65, 0.65, 0.5, 0.65], device=DEVICE)
     place = (meta.page_table, meta.cache_seqlens)
-    sparse.score_tiles(step.query, layer, index, *place, 0.1)
     for combine in ("max", "sum", "softmax"):
-        for count in (5, len(lengths)):
+        scores = sparse.score_tiles(step.query, layer, index, *place, 0.1)
+        sparse.select_tiles(scores, *place, sparsity, rule, layout.num_kv_heads, combine)
+        for cluster in (0, 1, 4, 8):
             sparse.choose_tiles(
-                *(step.query[:count], layer, index, *(x[:count] for x in place)),
-                *(sparsity[:count], rule, combine),
+                *(step.query, layer, index, *place, sparsity, rule, combine),
                 scale=0.1,
                 after_store=True,
-            )
+                force_cluster=cluster,
+            )  # type: ignore[misc]
     wrapped = SparseBackend(backend, HySparseConfig(floor_tokens=0), {0: index})
     planned = replace(meta, sparsity=sparsity)
     wrapped.plan(planned)
@@ -275,7 +274,7 @@ GROUPS: dict[str, tuple[Callable[[], None], ...]] = {
     "prefill, last wave": (partial(prefill, BF16, {}, lengths=LAST_WAVE),),
     "prefill, fp8": (partial(prefill, FP8, {}),),
     "prefill, mma": tuple(partial(prefill, shape, SM80) for shape in (BF16, NARROW_TILES, FP8)),
-    "choice of pages": tuple(partial(choose, shape) for shape in (BF16, PAGES_OF_32, NARROW_TILES)),
+    "choice of pages": (partial(choose, BF16),),
     "latent attention": tuple(partial(latent, heads) for heads in (16, 20, 100)),
     "inputs of a step": (stage,),
     "results of a step": (results,),

@@ -25,6 +25,7 @@ from bicl.attention.cuda import CudaBackend
 from bicl.cache.layout import PageLayout
 from bicl.sparse.backend import SparseBackend
 from bicl.sparse.config import HySparseConfig
+from bicl.sparse.selection import SelectionRule
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +71,7 @@ def test_decode_reads_each_heads_own_tiles(
     "lengths", [[70_001], [20_001, 4161, 8385], [(997 * i) % 9000 for i in range(32)]], ids=str
 )
 @pytest.mark.parametrize("page_size", [32, 64])
-def test_long_and_uneven_sequences_read_their_strata(
+def test_long_and_uneven_sequences_read_what_was_chosen(
     backend: CudaBackend, lengths: list[int], page_size: int
 ) -> None:
     """Chosen by many CTAs, read by clusters or in shares that CTAs cut; some rows whole."""
@@ -95,8 +96,9 @@ def test_only_the_first_and_last_tokens_of_a_long_sequence_keep_their_places(
     tokens, size = 9000, layout.page_size
     first, recent, count = 1024 // size, 7168 // size, -(-tokens // size)
     own = indexed_step(backend, [tokens], layout)
-    both = first + recent
-    rule = rule_for(size, first=first, recent=recent, floor=both, max_k=both)
+    rule = SelectionRule(
+        page_size=size, max_k=first + recent, first=first, recent=recent, floor=first + recent
+    )
     pages, read, positions = choose(own, everyone(own.meta, 0.95), rule)
     kept = torch.tensor([*range(first), *range(count - recent, count)], device="cuda")
     assert torch.equal(positions[0, :, : len(kept)].long(), kept.expand(2, -1))

@@ -58,6 +58,7 @@ class SparseBackend:
         # The CUDA backend, where it may overlap kernels. Elsewhere a step's rows may be drafts of
         # one sequence, which complete pages together.
         self._overlapping: Any = inner if getattr(inner, "pdl", False) else None
+        self._deterministic = bool(getattr(inner, "deterministic", False))
         self._decodes = self._chooses = False
         self._mixed: tuple[AttentionMetadata, MixedStep] | None = None
         # Of the planned step: what the numbers of tokens that are read depend on, and these numbers
@@ -189,6 +190,7 @@ class SparseBackend:
             self.config.combine,
             scale=scale,
             after_store=self._follows_store(index.layer, meta),
+            deterministic=self._deterministic,
         )
         known = self._known_lengths(index, meta, lengths)
         chosen = replace(meta, page_table=pages, cache_seqlens=known, sparsity=None)

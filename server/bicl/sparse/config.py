@@ -14,7 +14,6 @@ __all__ = [
     "MAX_SPARSITY",
     "MODES",
     "REFERENCE_DEPTH",
-    "STRATUM_TOKENS",
     "TEXT_KINDS",
     "VARIANTS",
     "WINDOW_TOKENS",
@@ -23,9 +22,6 @@ __all__ = [
 
 WINDOW_TOKENS = 64
 """Tokens of a window: what ``first``, ``recent`` and ``max_k`` count."""
-
-STRATUM_TOKENS = 4096
-"""Most tokens whose pages compete with each other, see :mod:`bicl.sparse.selection`."""
 
 REFERENCE_DEPTH = 32
 """Layers of the model that a bare range such as ``10-28`` speaks of."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bicl.errors import ConfigError
-from bicl.ops.cpu.select_tiles import combine_heads
+from bicl.ops.cpu.sparse import combine_heads
 from bicl.sparse.config import MAX_SPARSITY
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import (

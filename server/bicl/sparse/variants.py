@@ -3,8 +3,7 @@
 Serving uses ``centroids``, ``bounds`` or ``gate`` through :mod:`bicl.sparse.backend`. Here all of
 them run in plain torch on any device, many decode rows at a time, so that they can be compared on
 equal terms: in each row each variant keeps as many keys as the tile rule allows, its first and
-recent windows among them. In strata (see :mod:`bicl.sparse.selection`), which are for speed, choose
-those that serving uses and what differs from them in the index alone; the others among all pages.
+recent windows among them.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ import torch
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bicl.ops.cpu.select_tiles import combine_heads, select_tiles
 from bicl.ops.cpu.sparse import (
     centroid_rows,
     cluster_means,
+    combine_heads,
     quantise_rows,
     quantise_spreads,
+    select_tiles,
     stored_rows,
     turned,
 )
@@ -84,8 +84,6 @@ class Choice:
 
 def kept_keys(variant: str, rows: DecodeRows, choice: Choice) -> torch.Tensor:
     """bool ``[R, H, T]``: which of the shared keys each row reads."""
-    if variant not in STRATIFIED:
-        choice = replace(choice, rule=replace(choice.rule, stratum=0))
     kept = VARIANTS[variant](rows, choice)
     seen = torch.arange(rows.key.shape[0], device=rows.key.device) < rows.shared[:, None]
     return kept & seen[:, None]
@@ -215,7 +213,6 @@ def _oracle_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "centroids": _centroids,
-    "centroids-global": _centroids,
     "centroids-flat": _centroids_of(8, _rows_without_spread),
     "centroids-unturned": _centroids_of(8, _rows_unturned),
     "centroids-2": _centroids_of(32, _rows_of_e4m3),
@@ -234,13 +231,6 @@ VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "oracle": _oracle,
     "oracle-token": _oracle_token,
 }
-
-STRATIFIED = {
-    *("centroids", "centroids-flat", "centroids-unturned"),
-    *(f"centroids-{count}" for count in (2, 4, 8, 16)),
-    *("bounds", "bounds-16", "gate"),
-}
-"""The others' pages compete all together."""
 
 
 # --- shared -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from bicl.sparse.gate_file import GATE_NAME, find_gate, load_gate, open_gate, sa
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import BoundGate, PageGate, SpatialGate, make_gate
 
-RULE = SelectionRule(page_size=64, max_k=512, first=1, recent=2, floor=0, stratum=32)
+RULE = SelectionRule(page_size=64, max_k=512, first=1, recent=2, floor=0)
 
 
 def recording(seed: int, pages: int = 24) -> Recording:
@@ -72,13 +72,7 @@ def test_a_layer_whose_values_are_all_alike_leaves_out_more() -> None:
 
 def test_texts_that_leave_nothing_out_are_refused() -> None:
     with pytest.raises(ConfigError, match="too short"):
-        fit(
-            {3: [recording(0, pages=6)]},
-            "bounds",
-            SelectionRule(64, 512, 1, 2, 32, 32),
-            0.65,
-            steps=1,
-        )
+        fit({3: [recording(0, pages=6)]}, "bounds", SelectionRule(64, 512, 1, 2, 32), 0.65, steps=1)
 
 
 @pytest.mark.parametrize("kind", ["centroids", "bounds", "gate"])

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bicl.cache.layout import PageLayout
-from bicl.ops.cpu.select_tiles import select_tiles
 from bicl.ops.cpu.sparse import (
     bound_scores,
     centroid_rows,
     centroid_scores,
     cluster_means,
     quantise_rows,
+    select_tiles,
     stored_rows,
     turned,
 )
@@ -30,8 +30,8 @@ def keep(num_tiles: list[int], sparsity: float, rule: SelectionRule) -> list[int
 
 
 def rule(**changes: int) -> SelectionRule:
-    values = {"page_size": 64, "max_k": 512, "first": 1, "recent": 2, "floor": 0, "stratum": 64}
-    return SelectionRule(**(values | changes))
+    values = {"page_size": 64, "max_k": 512, "first": 1, "recent": 2, "floor": 0} | changes
+    return SelectionRule(**values)
 
 
 @pytest.mark.parametrize(
@@ -74,39 +74,26 @@ def test_layers_keep_by_their_shares_of_a_rows_sparsity() -> None:
 def test_windows_of_64_tokens_are_two_pages_of_32() -> None:
     small = SelectionRule.of(HySparseConfig(), 32)
     assert (small.max_k, small.first, small.recent, small.floor) == (1024, 2, 4, 48)
-    assert (small.stratum, SelectionRule.of(HySparseConfig(), 64).stratum) == (128, 64)
 
 
 def slow_selection(
     scores: torch.Tensor, tiles: int, kept: int, rule: SelectionRule, heads: int, combine: str
 ) -> list[list[int]]:
     """Positions that each KV head of one row keeps, by the definition."""
+    candidates = range(rule.first, tiles - rule.recent)
+    always = [p for p in range(tiles) if p not in candidates]
     if kept == tiles:
         return [list(range(tiles))] * heads
-    end = tiles - rule.recent
-    competing = end - rule.first
-    number = math.ceil(competing / rule.stratum) if rule.stratum else 1
-    members: list[list[int]] = [[] for _ in range(number)]
-    for i in range(competing):
-        block, place = divmod(i, number)
-        whole = (block + 1) * number <= competing
-        turn = ((block * block * 40503) % 65536) * number // 65536 if whole else 0
-        members[(place + turn) % number].append(rule.first + i)
-    left = kept - rule.first - rule.recent
     chosen = []
     for own in scores.double().view(heads, -1, scores.shape[-1]):
-        picked: list[int] = []
-        for stratum, those in enumerate(members):
-            total = {}
-            for p in those:
-                values = own[:, p]
-                if combine == "softmax":
-                    seen = own[:, [*range(rule.first), *those]]
-                    values = (values - seen.logsumexp(-1)).exp()
-                total[p] = float(values.max() if combine == "max" else values.sum())
-            takes = left // number + (stratum < left % number)
-            picked += sorted(those, key=lambda p: (-total[p], p))[:takes]
-        chosen.append([*range(rule.first), *picked, *range(end, tiles)])
+        total = {}
+        for p in candidates:
+            values = own[:, p]
+            if combine == "softmax":
+                values = (own[:, p] - own[:, : tiles - rule.recent].logsumexp(-1)).exp()
+            total[p] = float(values.max() if combine == "max" else values.sum())
+        best = sorted(candidates, key=lambda p: (-total[p], p))[: kept - len(always)]
+        chosen.append(sorted(always + best))
     return chosen
 
 
@@ -117,7 +104,6 @@ def slow_selection(
     heads=st.integers(1, 3),
     group=st.integers(1, 4),
     limits=st.sampled_from([(512, 1, 2, 0), (5, 1, 1, 0), (40, 2, 3, 8), (16, 1, 2, 16)]),
-    stratum=st.sampled_from([0, 1, 4, 7, 32]),
     combine=st.sampled_from(COMBINES),
     seed=st.integers(0, 9),
 )
@@ -127,11 +113,10 @@ def test_selection_follows_its_definition(
     heads: int,
     group: int,
     limits: tuple[int, ...],
-    stratum: int,
     combine: str,
     seed: int,
 ) -> None:
-    own = SelectionRule(64, *limits, stratum)
+    own = SelectionRule(64, *limits)
     generator = torch.Generator().manual_seed(seed)
     width = max(-(-n // 64) for n in lengths) + 2
     scores = torch.randn(len(lengths), heads * group, width, generator=generator) * 3

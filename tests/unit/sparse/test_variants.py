@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from bicl.sparse.config import VARIANTS as CONFIGURED
 from bicl.sparse.selection import SelectionRule
 from bicl.sparse.sgm import PAGE_GATES, SpatialGate
 from bicl.sparse.variants import VARIANTS, Choice, DecodeRows, kept_keys, largest
 
-RULE = SelectionRule(page_size=64, max_k=512, first=1, recent=2, floor=0, stratum=64)
+RULE = SelectionRule(page_size=64, max_k=512, first=1, recent=2, floor=0)
 TOKENS = 64 * 20 + 17
 
 
@@ -25,22 +22,20 @@ def rows(shared: tuple[int, ...] = (TOKENS, TOKENS, 900), seed: int = 0) -> Deco
     return DecodeRows(query, key, torch.tensor(shared, dtype=torch.int32), length, 0.125)
 
 
-def choice(sparsity: float = 0.65, count: int = 3, stratum: int = RULE.stratum) -> Choice:
+def choice(sparsity: float = 0.65, count: int = 3) -> Choice:
     weights = {kind: gate((0,), 64).weights_of(0).detach() for kind, gate in PAGE_GATES.items()}
-    rule = replace(RULE, stratum=stratum)
-    return Choice(rule, torch.full((count,), sparsity), weights, SpatialGate(64))
+    return Choice(RULE, torch.full((count,), sparsity), weights, SpatialGate(64))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sparsity", [0.3, 0.65, 0.9])
-@pytest.mark.parametrize("stratum", [5, 64])
 def test_every_variant_keeps_as_many_keys_and_the_windows_at_both_ends(
-    variant: str, sparsity: float, stratum: int
+    variant: str, sparsity: float
 ) -> None:
     """(A55)"""
     shown = rows()
     with torch.inference_mode():
-        kept = kept_keys(variant, shown, choice(sparsity, stratum=stratum))
+        kept = kept_keys(variant, shown, choice(sparsity))
     tiles = (shown.length + 63) // 64
     skipped = tiles - RULE.tiles_to_keep(tiles, torch.full((3,), sparsity))
     expected = shown.shared - skipped * 64
@@ -78,18 +73,6 @@ def test_true_attention_keeps_most_and_our_boxes_more_than_chance() -> None:
     tiles = ("centroids", "bounds", "quest", "sink-recent", "random", "gate")
     assert all(kept["oracle"] >= kept[name] for name in tiles)
     assert kept["bounds"] > kept["random"]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_only_what_is_served_and_its_like_choose_in_strata(variant: str) -> None:
-    """A baseline must not lose by what is for our speed."""
-    shown = rows(seed=4)
-    with torch.inference_mode():
-        strata, whole = (kept_keys(variant, shown, choice(stratum=n)) for n in (3, 0))
-    served = variant.split("-")[0] in CONFIGURED and variant != "centroids-global"
-    assert torch.equal(strata, whole) is not served
-    if variant == "centroids-global":
-        assert torch.equal(whole, kept_keys("centroids", shown, choice(stratum=0)))
 
 
 def test_the_literal_form_spreads_its_choice_over_all_windows() -> None:

@@ -11,10 +11,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
 from bicl.ops.cpu.addressing import plane_index
 from bicl.ops.cpu.gather import PageLoader, Scratch
-from bicl.ops.cpu.select_tiles import select_tiles
 
 if TYPE_CHECKING:
     from bicl.attention.pool import LayerCache
@@ -28,6 +28,7 @@ __all__ = [
     "check_index",
     "choose_tiles",
     "cluster_means",
+    "combine_heads",
     "index_pages",
     "quantise_rows",
     "quantise_spreads",
@@ -257,6 +258,79 @@ def centroid_scores(
     return scores.view(batch, num_q_heads, width, rows).logsumexp(dim=-1)
 
 
+def combine_heads(
+    scores: torch.Tensor, scored: torch.Tensor, num_kv_heads: int, combine: str
+) -> torch.Tensor:
+    """One score a KV head, from those of its query heads.
+
+    Args:
+        scores: float32 ``[B, Hq, W]``.
+        scored: bool ``[B, W]``, what a softmax runs over: the first pages too, although they do
+            not compete, so that a head that looks at little else has little to say.
+        combine: ``softmax`` (of each head, then summed), ``sum``, ``max``.
+
+    Returns:
+        float32 ``[B, H, W]``; what stands outside ``scored`` means nothing.
+    """
+    if combine == "softmax":
+        scores = scores.masked_fill(~scored[:, None], -torch.inf).softmax(dim=-1)
+    grouped = scores.view(scores.shape[0], num_kv_heads, -1, scores.shape[2])
+    return grouped.amax(dim=2) if combine == "max" else grouped.sum(dim=2)
+
+
+def select_tiles(
+    scores: torch.Tensor,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    sparsity: torch.Tensor,
+    rule: SelectionRule,
+    num_kv_heads: int,
+    combine: str = "softmax",
+    positions: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pages that each KV head reads: the first and recent ones and the best of the rest.
+
+    Every head of a row keeps as many, its last page among them, so one length serves all.
+
+    Args:
+        scores: float32 ``[B, Hq, W]``.
+        page_table: int32 ``[B, W]``.
+        cache_seqlens: int32 ``[B]``.
+        sparsity: float32 ``[B]``; 0 keeps every page.
+        rule: how many pages, and which ones always.
+        positions: int32 ``[B, H, W]``, filled with where the kept pages stand, if given.
+        keep: bool ``[B, W]``, further positions that are always kept, as far as they fit.
+
+    Returns:
+        int32 ``[B, H, W]`` page ids, ascending by position, anything past the kept ones; int32
+        ``[B]`` the tokens that they hold. Equal scores: the lower position wins.
+    """
+    position = torch.arange(page_table.shape[1], device=scores.device)
+    num_tiles = (cache_seqlens + rule.page_size - 1) // rule.page_size
+    used = position < num_tiles[:, None]
+    scored = position < num_tiles[:, None] - rule.recent
+    always = used & ~(scored & (position >= rule.first))
+    share = combine_heads(scores, scored, num_kv_heads, combine)
+    # A damaged index may give anything; the pages kept always come before any of it.
+    largest = torch.finfo(torch.float32).max
+    share = share.nan_to_num(nan=-largest, posinf=largest, neginf=-largest)
+    if keep is not None:
+        share = share.masked_fill((used & keep)[:, None], torch.finfo(share.dtype).max)
+    share = share.masked_fill(always[:, None], torch.inf)
+    share = share.masked_fill(~used[:, None], -torch.inf)
+    kept = rule.tiles_to_keep(num_tiles, sparsity)
+    order = share.sort(dim=-1, descending=True, stable=True).indices
+    past = torch.where(position < kept[:, None, None], order, len(position))
+    chosen = past.sort(dim=-1).values
+    if positions is not None:
+        positions.copy_(chosen)
+    table = F.pad(page_table, (0, 1))[:, None].expand(-1, num_kv_heads, -1)
+    pages = table.gather(2, chosen)
+    lengths = cache_seqlens - (num_tiles - kept) * rule.page_size
+    return pages, lengths.to(torch.int32)
+
+
 def choose_tiles(
     query: torch.Tensor,
     layer: LayerCache,
@@ -270,8 +344,9 @@ def choose_tiles(
     scale: float,
     positions: torch.Tensor | None = None,
     after_store: bool = False,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``score_tiles``, then ``select_tiles``. ``after_store`` is the kernels' affair."""
+    """``score_tiles``, then ``select_tiles``. The last two are the kernels' affair."""
     scores = score_tiles(query, layer, index, page_table, cache_seqlens, scale)
     return select_tiles(
         scores,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +20,12 @@ __all__ = [
     "choose_tiles",
     "index_pages",
     "score_tiles",
+    "select_tiles",
     "store_and_index",
 ]
+
+# CTAs that share a sequence's pages, and so the order of sums, otherwise depend on the batch.
+DETERMINISTIC_CLUSTER = 8
 
 MAX_HEAD_DIM = 256
 _COMBINES = {"max": 0, "sum": 1, "softmax": 2}
@@ -145,6 +150,53 @@ def score_tiles(
     return scores
 
 
+def select_tiles(
+    scores: torch.Tensor,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    sparsity: torch.Tensor,
+    rule: SelectionRule,
+    num_kv_heads: int,
+    combine: str = "softmax",
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pages that each KV head reads: first and recent ones, and the best of the rest.
+
+    Of equal scores the earlier page wins.
+
+    Args:
+        scores: as ``score_tiles`` returns them.
+        sparsity: float32 ``[B]``, the share to leave out; 0 keeps a row whole.
+        combine: how the query heads of a KV head agree: ``softmax``, ``sum`` or ``max``.
+        positions: int32 ``[B, H, max_pages]``, filled with where the pages stand, if given.
+
+    Returns:
+        Page ids int32 ``[B, H, max_pages]``, ascending in position, and how many tokens they hold,
+        int32 ``[B]``. Entries past them are unset.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; the message names them.
+    """
+    selected, lengths = _outputs(num_kv_heads, page_table)
+    library.module().select_tiles(
+        selected,
+        lengths,
+        positions,
+        scores,
+        page_table,
+        cache_seqlens,
+        sparsity,
+        rule.page_size,
+        rule.max_k,
+        rule.first,
+        rule.recent,
+        rule.floor,
+        _COMBINES[combine],
+        True,
+    )
+    return selected, lengths
+
+
 def choose_tiles(
     query: torch.Tensor,
     layer: LayerCache,
@@ -158,30 +210,24 @@ def choose_tiles(
     scale: float,
     positions: torch.Tensor | None = None,
     after_store: bool = False,
+    deterministic: bool = False,
+    force_cluster: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages that each KV head reads: first and recent ones, and the best of each stratum.
-
-    Of equal scores the earlier page wins. The choice for a sequence depends on nothing but itself.
+    """``score_tiles`` and ``select_tiles``; on Hopper in one launch, without scores in memory.
 
     Args:
-        query: ``[B, num_q_heads, head_dim]``, float16 or bfloat16.
-        page_table: int32 ``[B, max_pages]``; cache_seqlens: int32 ``[B]``.
-        sparsity: float32 ``[B]``, the share to leave out; 0 keeps a row whole.
-        combine: how the query heads of a KV head agree: ``softmax``, ``sum`` or ``max``.
-        scale: of the attention scores.
-        positions: int32 ``[B, H, max_pages]``, filled with where the pages stand, if given.
         after_store: the kernel ahead is this step's :func:`store_and_index` of this layer: lengths,
             the page table and the index of old pages are read while it, and with
             ``choice_follows`` also the kernel ahead of it, still runs.
-
-    Returns:
-        Page ids int32 ``[B, H, max_pages]``, in the order of ``ops/cpu/sparse.py``, and how many
-        tokens they hold, int32 ``[B]``. Entries past them are unset.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit; the message names them.
+        deterministic: the choice for a sequence depends on nothing but itself.
+        force_cluster: tests and benchmarks.
     """
-    selected, lengths = _outputs(layer.layout.num_kv_heads, page_table)
+    num_kv_heads = layer.layout.num_kv_heads
+    if not (force_cluster or _has_clusters(query.device)):
+        scores = score_tiles(query, layer, index, page_table, cache_seqlens, scale)
+        place = (page_table, cache_seqlens, sparsity * index.share)
+        return select_tiles(scores, *place, rule, num_kv_heads, combine, positions)
+    selected, lengths = _outputs(num_kv_heads, page_table)
     library.module().choose_tiles(
         selected,
         lengths,
@@ -198,12 +244,18 @@ def choose_tiles(
         rule.first,
         rule.recent,
         rule.floor,
-        rule.stratum,
         _COMBINES[combine],
         scale,
         1 if after_store else 2,
+        DETERMINISTIC_CLUSTER if deterministic and not force_cluster else force_cluster,
     )
     return selected, lengths
+
+
+@functools.cache
+def _has_clusters(device: torch.device) -> bool:
+    """Elsewhere one CTA a KV head would read the index alone."""
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _outputs(num_kv_heads: int, page_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
