@@ -172,6 +172,22 @@ def test_the_hysparse_page_has_the_files_times_on_pages_of_32() -> None:
     assert f"{verdicts.count('pass')} of {len(verdicts)} targets are met" in HYSPARSE_PAGE
 
 
+def test_the_readme_has_the_sparse_times_of_the_default_pages() -> None:
+    result = json.loads((ROOT / "bench" / "results" / "hysparse-pages-32-h200.json").read_text())
+    rows = [row for row in result["layer"] if row["max_k"] != 512]
+    told = cells_below(README, "| batch x context | dense | **sparse** |")
+    for row, (name, *numbers) in zip(rows, told, strict=True):
+        assert name == f"{row['batch']}x{row['context']}"
+        expected = [f"{row['us'][way]:.1f}" for way in ("dense", "sparse")]
+        expected += [f"{row['speedup']:.2f}x", f"{row['selection_share'] * 100:.0f} %"]
+        assert numbers == expected, name
+    step = [result["step"]["us"][way] / 1e3 for way in ("dense", "sparse")]
+    told_step = "{:.1f} to {:.1f} ms ({:.2f}x".format(*step, result["step"]["speedup"])
+    assert told_step in README
+    met = [line.split()[0] for line in result["targets"]].count("pass")
+    assert f"Of {len(result['targets'])} targets {met} are met" in README
+
+
 def test_the_hysparse_page_has_the_files_search() -> None:
     folder = ROOT / "bench" / "results" / "hysparse-tune"
     found = (folder / "tune.md").read_text().splitlines()
