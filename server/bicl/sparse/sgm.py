@@ -14,6 +14,7 @@ Three forms, each under 5,000 parameters a model:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -49,7 +50,7 @@ better (SmolLM2, 6k tokens, 35 % of the pages kept: 4.5 % of the attention lost 
 START_SHARPNESS = 16.0
 
 
-class PageGate(nn.Module):
+class PageGate(nn.Module, ABC):
     """Weights of each dimension for what the index keeps of a page, shared by a layer's heads, and
     each layer's ``shares``: what its ratio is of the one that was asked for. Their mean is 1.
 
@@ -90,17 +91,17 @@ class PageGate(nn.Module):
         return weights
 
     @staticmethod
+    @abstractmethod
     def describe(keys: torch.Tensor) -> torch.Tensor:
         """Index rows, float32 ``[n, H, rows, dims]``, of full pages ``[n, H, page_size, D]``."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def score(
         query: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """float32 ``[B, Hq, W]`` of ``query`` ``[B, Hq, D]``, ``rows`` ``[B, H, W, rows, dims]``
         and a layer's weights."""
-        raise NotImplementedError
 
 
 class CentroidGate(PageGate):
