@@ -112,9 +112,7 @@ def choose(
     return pages, lengths, positions
 
 
-def truth_of_choice(
-    case: Indexed, read: torch.Tensor, positions: torch.Tensor, softcap: float = 0.0
-) -> Truth:
+def truth_of_choice(case: Indexed, read: torch.Tensor, positions: torch.Tensor) -> Truth:
     """Attention over the chosen keys alone; positions are not renumbered.
 
     Args:
@@ -150,7 +148,7 @@ def truth_of_choice(
             key=step.key[picked, head : head + 1],
             value=step.value[picked, head : head + 1],
         )
-        truths.append(truth_of(alone, scale=case.scale, softcap=softcap))
+        truths.append(truth_of(alone, scale=case.scale))
     return Truth(
         torch.cat([truth.out for truth in truths], dim=1),
         torch.cat([truth.lse for truth in truths]),
