@@ -121,11 +121,11 @@ inline Sequences sequences_of(const TensorView& page_table, const TensorView& ca
   return s;
 }
 
-// Rows of a 16-bit [tokens, heads, dim] that start at multiples of `elements`.
+// Rows of 16-bit elements, the last dimension's, that start at multiples of `elements`.
 inline void check_aligned_rows(const TensorView& t, const char* name, int elements) {
-  BICL_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % (2 * elements) == 0 &&
-             (t.size(0) <= 1 || t.stride(0) % elements == 0) && (t.size(1) <= 1 || t.stride(1) % elements == 0))
-      << name << " rows must be " << 2 * elements << "-byte aligned";
+  bool aligned = reinterpret_cast<uintptr_t>(t.data_ptr()) % (2 * elements) == 0;
+  for (int d = 0; d + 1 < t.ndim(); ++d) aligned = aligned && (t.size(d) <= 1 || t.stride(d) % elements == 0);
+  BICL_CHECK(aligned) << name << " rows must be " << 2 * elements << "-byte aligned";
 }
 
 // What all attention takes: query [tokens, heads, query_dim] and out [tokens, heads, out_dim] of one 16-bit dtype, lse

@@ -39,11 +39,8 @@ inline void few_rows_linear_api(TensorView out, TensorView x, TensorView weight,
   p.out_stride = out.stride(0);
   p.x_stride = x.stride(0);
   p.weight_stride = weight.stride(0);
-  const auto is_aligned = [](const void* data, int64_t stride) {
-    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
-  };
-  BICL_CHECK(is_aligned(p.x, p.x_stride) && is_aligned(p.weight, p.weight_stride))
-      << "rows of x and weight must be 16-byte aligned";
+  check_aligned_rows(x, "x", 8);
+  check_aligned_rows(weight, "weight", 8);
   p.num_rows = static_cast<int>(x.size(0));
   p.num_outputs = static_cast<int>(weight.size(0));
   p.depth = static_cast<int>(x.size(1));

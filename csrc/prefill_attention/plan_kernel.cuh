@@ -233,10 +233,14 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
       header.work_tickets + header.num_splits * header.split_heads * (p.padded_head_dim / kCombineDims);
   if (thread == 0) *plan.header = header;
   __syncthreads();  // pieces are in the list
-  for (int ticket = thread; ticket < min(p.num_ctas, header.work_tickets); ticket += kPlanThreads) {
-    int entry, head;
-    split_ticket(ticket, header, p.num_kv_heads, entry, head);
-    plan.starts[ticket] = {plan.tiles[entry], head};
+  for (int ticket = thread; ticket < p.num_ctas; ticket += kPlanThreads) {
+    PrefillStart start = {};  // of a CTA without a ticket: read all the same
+    if (ticket < header.work_tickets) {
+      int entry;
+      split_ticket(ticket, header, p.num_kv_heads, entry, start.head);
+      start.tile = plan.tiles[entry];
+    }
+    plan.starts[ticket] = start;
   }
 }
 

@@ -125,9 +125,7 @@ inline void set_query(TilesParams& p, const TensorView& query, const TensorView&
   p.query = query.data_ptr();
   p.query_token_stride = query.stride(0);
   p.query_head_stride = query.stride(1);
-  BICL_CHECK(reinterpret_cast<uintptr_t>(p.query) % 16 == 0 && p.query_token_stride % 8 == 0 &&
-             p.query_head_stride % 8 == 0)
-      << "query rows must be 16-byte aligned";
+  check_aligned_rows(query, "query", 8);
 }
 
 inline Combine combine_of(int64_t combine) {

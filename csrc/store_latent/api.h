@@ -13,9 +13,7 @@ inline void store_latent_api(TensorView latent, TensorView pages, TensorView slo
   check_shape(latent, "latent", {-1, kLatentDim});
   check_rows(latent, "latent");
   BICL_CHECK(dtype_of(latent, "latent") == dtype_of(pages, "pages")) << "latent must have the pages' dtype";
-  BICL_CHECK(reinterpret_cast<uintptr_t>(latent.data_ptr()) % 16 == 0 &&
-             (latent.size(0) <= 1 || latent.stride(0) % 8 == 0))
-      << "latent rows must be 16-byte aligned";
+  check_aligned_rows(latent, "latent", 8);
   check_cuda(slots, "slots", device);
   check_shape(slots, "slots", {latent.size(0)});
   check_int(slots, "slots", 64);

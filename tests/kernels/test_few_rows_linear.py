@@ -77,3 +77,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         call(out[:2, :8], rows[:2], rows[:8], None, False, False)
     with pytest.raises(ValueError, match="weight has shape"):
         call(out[:2], rows[:2, :32], rows[:16], None, False, False)
+    odd = torch.zeros(16, 68, device="cuda").half()
+    with pytest.raises(ValueError, match="x rows must be 16-byte aligned"):
+        call(out[:2], odd[:2, :64], rows[:16], None, False, False)
+    with pytest.raises(ValueError, match="weight rows must be 16-byte aligned"):
+        call(out[:2], rows[:2], odd[:, :64], None, False, False)

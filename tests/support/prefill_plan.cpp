@@ -38,6 +38,7 @@ int main(int argc, char** argv) {
   PrefillHeader header;
   std::vector<PrefillTile> tiles(max_tiles + 1);
   std::vector<PrefillStart> first(ctas + 1);
+  for (PrefillStart& start : first) start.head = start.tile.row = start.tile.query_len = -1;
   std::vector<int> entries(max_partials, -1), arrived(max_partials, -1), combined(max_partials, -1);
   PrefillPlanParams p{};
   p.cu_seqlens_q = starts.data();
@@ -57,6 +58,11 @@ int main(int argc, char** argv) {
   const PrefillTile& beyond = tiles[max_tiles];
   REQUIRE(beyond.sequence == 0 && beyond.block_end == 0);
   for (int i = 0; i < max_partials; ++i) REQUIRE(arrived[i] == 0 && combined[i] == 0);
+
+  // A CTA without a ticket reads its start, too.
+  for (int cta = header.work_tickets; cta < ctas; ++cta)
+    REQUIRE(first[cta].head == 0 && first[cta].tile.row == 0 && first[cta].tile.query_len == 0);
+  REQUIRE(first[ctas].head == -1);
 
   // What the loader adds to a place.
   auto shift = [&](int head) { return (head - (heads - header.split_heads)) * header.head_partials; };
