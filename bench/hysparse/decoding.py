@@ -48,17 +48,20 @@ class Observer(Protocol):
 
 @dataclass
 class Context:
-    """A text that was read, and each layer's keys and values, ``[T, H, D]``."""
+    """A text that was read, and each layer's keys, values and queries, ``[T, H, D]``."""
 
     ids: torch.Tensor
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def first(self, tokens: int) -> Context:
         """Its first ``tokens``, as a view."""
-        keys = {layer: rows[:tokens] for layer, rows in self.keys.items()}
-        values = {layer: rows[:tokens] for layer, rows in self.values.items()}
-        return Context(self.ids[:tokens], keys, values)
+        parts = (
+            {layer: rows[:tokens] for layer, rows in own.items()}
+            for own in (self.keys, self.values, self.queries)
+        )
+        return Context(self.ids[:tokens], *parts)
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class _ReadCache(PagedCache):
     ) -> torch.Tensor:
         self._context.keys[rows.layer_idx] = rows.key[0].transpose(0, 1).contiguous()
         self._context.values[rows.layer_idx] = rows.value[0].transpose(0, 1).contiguous()
+        self._context.queries[rows.layer_idx] = query[0].transpose(0, 1).contiguous()
         group = query.shape[1] // rows.key.shape[1]  # repeated: fp32 has no fused kernel for GQA
         key, value = (x.repeat_interleave(group, dim=1) for x in (rows.key, rows.value))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
@@ -162,6 +166,7 @@ class _DecodeCache(PagedCache):
         layer = rows.layer_idx
         key, value = self._context.keys[layer], self._context.values[layer]
         query = query[0].transpose(0, 1)
+        before = self._a_step_earlier(query, layer) if layer in self._sparse else query
         own = [x[0].transpose(0, 1) for x in (rows.key, rows.value)]
         out = torch.empty_like(query)
         whole = [(slice(0, len(query)), None)]
@@ -171,12 +176,20 @@ class _DecodeCache(PagedCache):
                 kept = None
                 if keep is not None:
                     own_rows = slice(lot.start - part.start, lot.stop - part.start)
-                    kept = keep(layer, DecodeRows(query[lot], key, shared, length, scale), own_rows)
+                    shown = DecodeRows(query[lot], key, shared, length, scale, before[lot])
+                    kept = keep(layer, shown, own_rows)
                 elif not self._all_seen:
                     kept = (torch.arange(len(key), device=key.device) < shared[:, None])[:, None]
                 near = [x[lot] for x in own]
                 out[lot] = _attend(query[lot] * scale, key, value, near, kept, self._steps)
         return out[None]
+
+    def _a_step_earlier(self, query: torch.Tensor, layer: int) -> torch.Tensor:
+        """Each row's query of the step before; of an episode's first row the context's last."""
+        before = query.roll(1, 0)
+        first = self._shared[:: self._steps].long()
+        before[:: self._steps] = self._context.queries[layer][first - 1]
+        return before
 
     def _lots(self, part: slice, device: str) -> list[slice]:
         """Whole episodes."""

@@ -71,6 +71,8 @@ INDEX_STUDIES = (
     "oracle-token",
 )
 """What ``bench.hysparse.recall`` compares."""
+EARLY_STUDIES = tuple(f"{OWN}-{how}" for how in ("ahead", "both", "half"))
+"""By the query of the step before, too, or by nothing else."""
 STUDY = (
     *(f"bench.hysparse.{name}" for name in ("arena", "decoding", "measures", "presses", "tasks")),
     *(f"bicl.sparse.{name}" for name in ("policy", "selection", "sgm", "variants")),
@@ -80,7 +82,7 @@ STUDY = (
 """The modules that decide what a context gives."""
 SETUPS = (
     *(f"{OWN} {how}" for how in ("served", "floor")),
-    *(name for name in VARIANTS if name not in INDEX_STUDIES),
+    *(name for name in VARIANTS if name not in (*INDEX_STUDIES, *EARLY_STUDIES)),
 )
 FITTED = (f"{OWN} fitted", f"{OWN} served fitted")
 

@@ -46,6 +46,7 @@ class DecodeRows:
         key: ``[T, H, D]``.
         shared, length: int32 ``[R]``.
         scale: of the attention scores.
+        before: as ``query``, of each row's step before; for the variants that choose by it.
     """
 
     query: torch.Tensor
@@ -53,10 +54,17 @@ class DecodeRows:
     shared: torch.Tensor
     length: torch.Tensor
     scale: float
+    before: torch.Tensor | None = None
 
     @property
     def num_kv_heads(self) -> int:
         return self.key.shape[1]
+
+    def a_step_earlier(self) -> DecodeRows:
+        """The same rows as their queries of the step before see them."""
+        if self.before is None:
+            raise ValueError("the queries of the step before are not known")
+        return replace(self, query=self.before)
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,31 @@ def _centroids(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     described = _described(rows, choice, CentroidGate.describe)
     scores = _page_scores(rows, choice, "centroids", described)
     return _by_tiles(rows, choice, scores, choice.combine)
+
+
+def _centroids_ahead(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """What could be chosen while the step before still runs."""
+    return _centroids(rows.a_step_earlier(), choice)
+
+
+def _centroids_both(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """By the queries of two steps, as if the group had twice the heads."""
+    heads = rows.num_kv_heads
+    groups = [_grouped(each.query, heads) for each in (rows, rows.a_step_earlier())]
+    query = torch.cat(groups, dim=2).flatten(1, 2)
+    return _centroids(replace(rows, query=query), choice)
+
+
+def _centroids_half(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    """Half of the pages ahead, which could be read while the others are chosen."""
+    described = _described(rows, choice, CentroidGate.describe)
+    rule = replace(choice.rule, floor=choice.rule.floor // 2)
+    half = replace(choice, rule=rule, sparsity=(1 + choice.sparsity) / 2)
+    early = rows.a_step_earlier()
+    scores = _page_scores(early, half, "centroids", described)
+    ahead = _tiles(early, half, scores, half.combine)
+    scores = _page_scores(rows, choice, "centroids", described)
+    return _by_tiles(rows, choice, scores, choice.combine, ahead)
 
 
 def _centroids_of(
@@ -213,6 +246,9 @@ def _oracle_token(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 VARIANTS: dict[str, Callable[[DecodeRows, Choice], torch.Tensor]] = {
     "centroids": _centroids,
+    "centroids-ahead": _centroids_ahead,
+    "centroids-both": _centroids_both,
+    "centroids-half": _centroids_half,
     "centroids-flat": _centroids_of(8, _rows_without_spread),
     "centroids-unturned": _centroids_of(8, _rows_unturned),
     "centroids-2": _centroids_of(32, _rows_of_e4m3),
@@ -291,18 +327,36 @@ def _page_scores(rows: DecodeRows, choice: Choice, kind: str, pages: torch.Tenso
     return scores.view(heads, count, -1, len(pages)).transpose(0, 1).flatten(1, 2)
 
 
-def _by_tiles(rows: DecodeRows, choice: Choice, scores: torch.Tensor, combine: str) -> torch.Tensor:
+def _by_tiles(
+    rows: DecodeRows,
+    choice: Choice,
+    scores: torch.Tensor,
+    combine: str,
+    keep: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Keys of the tiles that ``select_tiles`` picks by ``scores`` ``[R, Hq, tiles]``."""
+    kept = _tiles(rows, choice, scores, combine, keep)
+    return kept.repeat_interleave(choice.rule.page_size, dim=2)[..., : len(rows.key)]
+
+
+def _tiles(
+    rows: DecodeRows,
+    choice: Choice,
+    scores: torch.Tensor,
+    combine: str,
+    keep: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Those tiles, bool ``[R, H, W]``, W of the longest row."""
     rule, heads = choice.rule, rows.num_kv_heads
     num_tiles = (rows.length + rule.page_size - 1) // rule.page_size
     width = max(int(num_tiles.max()), scores.shape[2])
     scores = F.pad(scores, (0, width - scores.shape[2]))
     table = torch.arange(width, dtype=torch.int32, device=scores.device).expand(len(scores), -1)
     positions = torch.empty(len(scores), heads, width, dtype=torch.int32, device=scores.device)
-    select_tiles(scores, table, rows.length, choice.sparsity, rule, heads, combine, positions)
+    select_tiles(scores, table, rows.length, choice.sparsity, rule, heads, combine, positions, keep)
     kept = torch.zeros(len(scores), heads, width + 1, dtype=torch.bool, device=scores.device)
     kept.scatter_(2, positions.long(), True)
-    return kept[..., :width].repeat_interleave(rule.page_size, dim=2)[..., : len(rows.key)]
+    return kept[..., :width]
 
 
 def _by_tokens(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,7 +21,8 @@ def rows(shared: tuple[int, ...] = (TOKENS, TOKENS, 900), seed: int = 0) -> Deco
     length = torch.tensor(shared, dtype=torch.int32) + 5
     query = torch.randn(count, 4, 64, generator=generator) * 2
     key = torch.randn(TOKENS, 2, 64, generator=generator)
-    return DecodeRows(query, key, torch.tensor(shared, dtype=torch.int32), length, 0.125)
+    before = torch.randn(count, 4, 64, generator=generator) * 2
+    return DecodeRows(query, key, torch.tensor(shared, dtype=torch.int32), length, 0.125, before)
 
 
 def choice(sparsity: float = 0.65, count: int = 3) -> Choice:
@@ -73,6 +76,54 @@ def test_true_attention_keeps_most_and_our_boxes_more_than_chance() -> None:
     tiles = ("centroids", "bounds", "quest", "sink-recent", "random", "gate")
     assert all(kept["oracle"] >= kept[name] for name in tiles)
     assert kept["bounds"] > kept["random"]
+
+
+def test_what_is_chosen_a_step_early_is_what_that_steps_query_chooses() -> None:
+    shown, own = rows(), choice()
+    with torch.inference_mode():
+        early = kept_keys("centroids", replace(shown, query=shown.before), own)
+        assert torch.equal(kept_keys("centroids-ahead", shown, own), early)
+        assert not torch.equal(kept_keys("centroids", shown, own), early)
+    with pytest.raises(ValueError, match="step before"):
+        kept_keys("centroids-ahead", replace(shown, before=None), own)
+
+
+def test_half_of_the_pages_is_the_best_by_either_query() -> None:
+    """0.65 of 21 tiles leaves eight: four by the query of the step before, then the best others."""
+    shown = rows((TOKENS,) * 3)
+
+    def kept(variant: str, sparsity: float, query: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return kept_keys(variant, replace(shown, query=query), choice(sparsity))
+
+    assert shown.before is not None
+    early = kept("centroids", 0.825, shown.before)
+    both = kept("centroids-half", 0.65, shown.query)
+    assert not torch.equal(both, kept("centroids", 0.65, shown.query))
+    order = [kept("centroids", 1 - tiles / 21, shown.query) for tiles in range(3, 22)]
+    for row in range(3):
+        for head in range(2):
+            grown = [early[row, head] | more[row, head] for more in order]
+            assert any(torch.equal(both[row, head], union) for union in grown)
+
+
+@pytest.mark.parametrize("variant", ["centroids-ahead", "centroids-both", "centroids-half"])
+def test_the_query_of_the_step_before_changes_nothing_where_it_is_the_same(variant: str) -> None:
+    shown = replace(rows(), before=rows().query)
+    with torch.inference_mode():
+        kept = kept_keys(variant, shown, choice())
+        assert torch.equal(kept, kept_keys("centroids", shown, choice()))
+
+
+def test_two_steps_queries_agree_as_the_heads_of_a_group_do() -> None:
+    """The order of a group's heads decides nothing."""
+    shown = rows()
+    assert shown.before is not None
+    twice = torch.stack((shown.query, shown.before), dim=2).flatten(1, 2)
+    with torch.inference_mode():
+        both = kept_keys("centroids-both", shown, choice())
+        assert torch.equal(both, kept_keys("centroids", replace(shown, query=twice), choice()))
+        assert not torch.equal(both, kept_keys("centroids", shown, choice()))
 
 
 def test_the_literal_form_spreads_its_choice_over_all_windows() -> None:
