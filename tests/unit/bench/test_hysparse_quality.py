@@ -271,6 +271,7 @@ def test_variants_are_renamed_and_how_they_are_run_is_not() -> None:
         ("hysparse-quality", by_length),
         ("hysparse-quality", of_presses),
         ("hysparse-quality-spread", by_length),
+        ("hysparse-quality-early", by_length),
         ("hysparse-quality-presses", by_ratio),
         ("hysparse-quality-indexes", by_length),
     ],
