@@ -99,9 +99,12 @@ def kept_keys(variant: str, rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 # --- tiles ------------------------------------------------------------------------------------
 def _centroids(rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    return _by_tiles(rows, choice, _centroid_scores(rows, choice), choice.combine)
+
+
+def _centroid_scores(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     described = _described(rows, choice, CentroidGate.describe)
-    scores = _page_scores(rows, choice, "centroids", described)
-    return _by_tiles(rows, choice, scores, choice.combine)
+    return _page_scores(rows, choice, "centroids", described)
 
 
 def _centroids_ahead(rows: DecodeRows, choice: Choice) -> torch.Tensor:
@@ -119,14 +122,11 @@ def _centroids_both(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 def _centroids_half(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     """Half of the pages ahead, which could be read while the others are chosen."""
-    described = _described(rows, choice, CentroidGate.describe)
     rule = replace(choice.rule, floor=choice.rule.floor // 2)
     half = replace(choice, rule=rule, sparsity=(1 + choice.sparsity) / 2)
     early = rows.a_step_earlier()
-    scores = _page_scores(early, half, "centroids", described)
-    ahead = _tiles(early, half, scores, half.combine)
-    scores = _page_scores(rows, choice, "centroids", described)
-    return _by_tiles(rows, choice, scores, choice.combine, ahead)
+    ahead = _tiles(early, half, _centroid_scores(early, half), half.combine)
+    return _by_tiles(rows, choice, _centroid_scores(rows, choice), choice.combine, ahead)
 
 
 def _centroids_of(
