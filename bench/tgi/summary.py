@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT = Path("bench/results/tgi-h200.json")
-RUNS_BEFORE = ("81087b4", "1cdf4e3", "31d09bb")  # their commits, the latest first
+RUNS_BEFORE = ("f1d3e8e", "1cdf4e3", "31d09bb")  # their commits, the latest first
 BEFORE = tuple(Path(f"bench/results/tgi-{commit}-h200.json") for commit in RUNS_BEFORE)
 KERNELS = Path("bench/results/kernels-h200.json")
 HOST_CACHE_STEPS = Path("bench/results/tgi-host-cache-h200.json")
