@@ -58,7 +58,7 @@ from bicl.sparse.index import make_indexes
 from bicl.sparse.selection import SelectionRule
 
 LIBRARY = Path(__file__).resolve().parents[2] / "build" / "sanitize" / "libbicl_kernels.so"
-TOOLS = ("memcheck", "racecheck")  # initcheck, too, sees reads whose values nobody uses
+TOOLS = ("memcheck", "racecheck", "initcheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 SECONDS_LIMIT = 300
 PREFILL_LENGTHS = [(1, 1), (5, 70), (0, 50), (130, 200), (64, 0), (64, 700)]
@@ -335,7 +335,7 @@ def heading(tools: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tools", default=",".join(TOOLS), help="default: both; or initcheck")
+    parser.add_argument("--tools", default=",".join(TOOLS), help="default: all three")
     parser.add_argument("--library", type=Path, default=LIBRARY, help="the kernels")
     parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
     parser.add_argument("--limit", type=float, default=SECONDS_LIMIT, help="seconds a process")
