@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bench.hysparse.compaction import COMPACT, compaction
 from bench.hysparse.decoding import (
     Context,
     Episode,
@@ -39,7 +40,8 @@ class Setup:
     """A variant, and how it is run; by name for instance ``centroids served fitted``.
 
     Attributes:
-        variant: of :mod:`bicl.sparse.variants`.
+        variant: of :mod:`bicl.sparse.variants`, or ``compact``: what ``--hysparse-mode compact``
+            drops of a context, once.
         floor: with a server's default floor (``floor``, ``served``), else without any.
         kinds: a ratio is what a text of that kind gets of it, as a server with
             ``--hysparse-text-kind auto`` has it (``served``), else the same for all.
@@ -159,7 +161,7 @@ class Arena:
         rows = len(episodes) * len(episodes[0].ids)
         choices: dict[str, tuple[int, KeepRows | None]] = {"dense": (1, None)}
         for name, setup in self.setups.items():
-            choices[name] = (len(self.ratios), self._variant(setup, rows, text_kind))
+            choices[name] = (len(self.ratios), self._keep(setup, context, rows, text_kind))
         for name in self.presses:
             if masks:
                 own = (len(self.press_ratios), masks.keep(name, rows))
@@ -181,8 +183,10 @@ class Arena:
             return dict.fromkeys(self.layers, 1.0)
         return {layer: gate.share_of(layer) for layer in self.layers}
 
-    def _variant(self, setup: Setup, rows: int, text_kind: str) -> KeepRows:
+    def _keep(self, setup: Setup, context: Context, rows: int, text_kind: str) -> KeepRows:
         ratios = [setup.ratio(ratio, text_kind) for ratio in self.ratios]
+        if setup.variant == COMPACT:
+            return compaction(context, ratios, self._rules[setup.floor, setup.page], rows)
         sparsity = torch.tensor(ratios, device=self.model.device).repeat_interleave(rows)
         shares = self._shares(setup)
         gates = self._gates[setup.fitted]

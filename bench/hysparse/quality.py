@@ -11,6 +11,7 @@ without the floor under which a server stays dense, so that every ratio is what 
 of the ratio (code and law 0.85, ``--hysparse-text-kind auto``); with ``floor`` the same, but all
 texts alike (``--hysparse-text-kind off``); with ``fitted`` by the weights and shares of ``--gate``;
 with ``pages-32`` by pages of 32 tokens, of as many bytes of index in all (``--block-size 32``).
+``compact`` is ``--hysparse-mode compact``, which drops tokens once, as presses do.
 Neither runs small steps dense (``--hysparse-min-skipped-mb``), as a server does with such a model,
 nor watches the live signals. Lengths up to the default floor say ``below_floor`` and are in no sum
 over lengths. Rows in which nothing was left out say ``exercised: false``.
@@ -74,14 +75,19 @@ INDEX_STUDIES = (
 EARLY_STUDIES = tuple(f"{OWN}-{how}" for how in ("ahead", "both", "half"))
 """By the query of the step before, too, or by nothing else."""
 STUDY = (
-    *(f"bench.hysparse.{name}" for name in ("arena", "decoding", "measures", "presses", "tasks")),
-    *(f"bicl.sparse.{name}" for name in ("policy", "selection", "sgm", "variants")),
+    *(
+        f"bench.hysparse.{name}"
+        for name in ("arena", "compaction", "decoding", "measures", "presses", "tasks")
+    ),
+    *(f"bicl.sparse.{name}" for name in ("compact", "policy", "selection", "sgm", "variants")),
     "bicl.ops.cpu.sparse",
     "bicl.frontends.transformers.rows",
 )
 """The modules that decide what a context gives."""
 SETUPS = (
     *(f"{OWN} {how}" for how in ("served", "floor")),
+    "compact served",
+    "compact",
     *(name for name in VARIANTS if name not in (*INDEX_STUDIES, *EARLY_STUDIES)),
 )
 FITTED = (f"{OWN} fitted", f"{OWN} served fitted")

@@ -35,7 +35,7 @@ __all__ = [
 
 OBSERVED = 32
 """Newest queries that vote on which tokens stay (SnapKV's observation window)."""
-SMOOTHING = 7
+SMOOTHING = 65
 """Tokens over which votes are averaged, so that words stay whole."""
 SCORES_BYTES = 1 << 28
 """Bound of the score matrix that is held at once."""
