@@ -36,7 +36,7 @@ __all__ = [
 OBSERVED = 32
 """Newest queries that vote on which tokens stay (SnapKV's observation window)."""
 SMOOTHING = 65
-"""Tokens over which votes are averaged, so that passages stay whole: docs/hysparse.md compares widths."""
+"""Tokens over which votes are averaged, so that passages stay whole; widths: docs/hysparse.md."""
 SCORES_BYTES = 1 << 28
 """Bound of the score matrix that is held at once."""
 
