@@ -231,7 +231,7 @@ class SparseBackend:
             rule,
             layer.layout.num_kv_heads,
             self.config.combine,
-            keep=keep,
+            keep=keep[:, None],
         )
         return replace(meta, page_table=pages, cache_seqlens=lengths, sparsity=None, keep=None)
 

@@ -114,10 +114,9 @@ def _centroids_ahead(rows: DecodeRows, choice: Choice) -> torch.Tensor:
 
 def _centroids_both(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     """By the queries of two steps, as if the group had twice the heads."""
-    heads = rows.num_kv_heads
-    groups = [_grouped(each.query, heads) for each in (rows, rows.a_step_earlier())]
-    query = torch.cat(groups, dim=2).flatten(1, 2)
-    return _centroids(replace(rows, query=query), choice)
+    queries = (rows.query, rows.a_step_earlier().query)
+    groups = torch.cat([_grouped(query, rows.num_kv_heads) for query in queries], dim=2)
+    return _centroids(replace(rows, query=groups.flatten(1, 2)), choice)
 
 
 def _centroids_half(rows: DecodeRows, choice: Choice) -> torch.Tensor:
@@ -126,7 +125,8 @@ def _centroids_half(rows: DecodeRows, choice: Choice) -> torch.Tensor:
     half = replace(choice, rule=rule, sparsity=(1 + choice.sparsity) / 2)
     early = rows.a_step_earlier()
     ahead = _tiles(early, half, _centroid_scores(early, half), half.combine)
-    return _by_tiles(rows, choice, _centroid_scores(rows, choice), choice.combine, ahead)
+    both = _tiles(rows, choice, _centroid_scores(rows, choice), choice.combine, ahead)
+    return _keys_of(both, rows, choice)
 
 
 def _centroids_of(
@@ -327,16 +327,13 @@ def _page_scores(rows: DecodeRows, choice: Choice, kind: str, pages: torch.Tenso
     return scores.view(heads, count, -1, len(pages)).transpose(0, 1).flatten(1, 2)
 
 
-def _by_tiles(
-    rows: DecodeRows,
-    choice: Choice,
-    scores: torch.Tensor,
-    combine: str,
-    keep: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _by_tiles(rows: DecodeRows, choice: Choice, scores: torch.Tensor, combine: str) -> torch.Tensor:
     """Keys of the tiles that ``select_tiles`` picks by ``scores`` ``[R, Hq, tiles]``."""
-    kept = _tiles(rows, choice, scores, combine, keep)
-    return kept.repeat_interleave(choice.rule.page_size, dim=2)[..., : len(rows.key)]
+    return _keys_of(_tiles(rows, choice, scores, combine), rows, choice)
+
+
+def _keys_of(tiles: torch.Tensor, rows: DecodeRows, choice: Choice) -> torch.Tensor:
+    return tiles.repeat_interleave(choice.rule.page_size, dim=2)[..., : len(rows.key)]
 
 
 def _tiles(
@@ -346,7 +343,7 @@ def _tiles(
     combine: str,
     keep: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Those tiles, bool ``[R, H, W]``, W of the longest row."""
+    """Those tiles, ``keep`` among them: bool ``[R, H, W]``, W of the longest row."""
     rule, heads = choice.rule, rows.num_kv_heads
     num_tiles = (rows.length + rule.page_size - 1) // rule.page_size
     width = max(int(num_tiles.max()), scores.shape[2])

@@ -300,8 +300,7 @@ def select_tiles(
         sparsity: float32 ``[B]``; 0 keeps every page.
         rule: how many pages, and which ones always.
         positions: int32 ``[B, H, W]``, filled with where the kept pages stand, if given.
-        keep: bool ``[B, W]`` or ``[B, H, W]``, further positions that are always kept, as far as
-            they fit.
+        keep: bool ``[B, H or 1, W]``, further positions that are always kept, as far as they fit.
 
     Returns:
         int32 ``[B, H, W]`` page ids, ascending by position, anything past the kept ones; int32
@@ -317,8 +316,7 @@ def select_tiles(
     largest = torch.finfo(torch.float32).max
     share = share.nan_to_num(nan=-largest, posinf=largest, neginf=-largest)
     if keep is not None:
-        by_head = keep[:, None] if keep.dim() == 2 else keep
-        share = share.masked_fill(used[:, None] & by_head, torch.finfo(share.dtype).max)
+        share = share.masked_fill(used[:, None] & keep, torch.finfo(share.dtype).max)
     share = share.masked_fill(always[:, None], torch.inf)
     share = share.masked_fill(~used[:, None], -torch.inf)
     kept = rule.tiles_to_keep(num_tiles, sparsity)
